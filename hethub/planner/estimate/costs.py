@@ -13,7 +13,6 @@ from hethub.planner.candidate.samples import Worker
 from hethub.planner.estimate.memory_model import Coefficients, Mode, memory_model_of
 from hethub.planner.problem.problem import DeviceType, Problem
 from hethub.predictor.cost.constants import is_cpu, packaged
-from hethub.predictor.cost.groups import Group
 from hethub.predictor.cost.layer import LayerCost, PassSeconds
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
@@ -136,14 +135,9 @@ class UnitCosts:
             group = self.network.group(
                 next(m for m in self.problem.device_types[device_type].machines if len(m) >= tp)[:tp]
             )
-            sharing = self.sharing(group)
             num_bytes = samples * self.problem.batch.seq_len * self.problem.model.hidden * self.width
-            found = self._reduce[key] = self.network.all_reduce(group, num_bytes, sharing)
+            found = self._reduce[key] = self.network.all_reduce(group, num_bytes, self.network.sharing(group))
         return found
-
-    def sharing(self, group: Group) -> int:
-        """How many groups like this one share a machine's interfaces."""
-        return max(1, self.network.machines[group.machines[0][0]].accelerators // group.most_per_machine)
 
     def layer_rate(self, device_type: int) -> float:
         """The device type's best layer-samples per second, which weights its part of the batch when it is planned alone."""

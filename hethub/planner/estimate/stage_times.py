@@ -142,7 +142,7 @@ class StageTimes:
         if found is None:
             group, network = self._group(groups), self.costs.network
             one, two = (
-                network.reduce_scatter(group, num_bytes, self.costs.sharing(group), operation) for num_bytes in _PROBED
+                network.reduce_scatter(group, num_bytes, network.sharing(group), operation) for num_bytes in _PROBED
             )
             per_byte = (two - one) / (_PROBED[1] - _PROBED[0])
             found = self._collectives[key] = (one - per_byte * _PROBED[0], per_byte)

@@ -37,17 +37,21 @@ class Network:
         self._paths: dict[tuple[int, int, bool], Path] = {}
 
     def group(self, ranks: Sequence[int], shares: Mapping[int, float] | None = None) -> Group:
-        """Where `ranks` are. Those that `shares` names own so much of what a stage steps, the others what is left."""
+        """Where `ranks` are. Of what they step together, each owns a part as large as its share beside the others'."""
         machines = Counter(self.places[rank].machine for rank in ranks)
         islands = Counter(self.places[rank].island for rank in ranks)
         owned: tuple[float, ...] = ()
         if shares and len(islands) > 1:
             by_island = dict.fromkeys(islands, 0.0)
-            unnamed = (1.0 - sum(shares.values())) / max(1, len(ranks) - len(shares))
             for rank in ranks:
-                by_island[self.places[rank].island] += shares.get(rank, max(0.0, unnamed))
+                by_island[self.places[rank].island] += shares[rank]
             owned = tuple(own / sum(by_island.values()) for own in by_island.values())
         return Group(len(ranks), tuple(machines.items()), tuple(islands.items()), owned, self.joined(ranks))
+
+    def sharing(self, group: Group) -> int:
+        """How many groups like this one share a machine's interfaces, if all its accelerators are in one: where replicas
+        of unlike degrees meet, those of the least, whose ranks carry most and are most on their machine."""
+        return max(1, min([self.machines[machine].accelerators // count for machine, count in group.machines]))
 
     def joined(self, ranks: Sequence[int]) -> bool:
         """Whether the ranks of each machine reach each other by their own links."""

@@ -42,20 +42,22 @@ def peak(shard: Shard, assignment: Assignment, microbatches: HeldActivations, mo
 def moments(shard: Shard, assignment: Assignment, microbatches: HeldActivations) -> Iterator[Moment]:
     """The moments that can be a rank's peak."""
     layout = shard.layout
-    joins = shard.joins(assignment.replica)
+    joined = shard.joined(assignment.replica)
     if layout.plan.goes_chunk_by_chunk:
-        descents = shard.descents + (shard.joining_descents if joins else ())
+        descents = shard.descents + (shard.joining_descents(joined) if joined else ())
         return _chunk_by_chunk(descents, microbatches)
     actor = layout.actor_of(assignment.stage, assignment.replica)
     again = (
         layout.loads[assignment.stage][actor].num_microbatches > layout.in_flight[assignment.stage][assignment.replica]
     )
-    return _layer_by_layer(shard.parameters, microbatches, again, joins)
+    return _layer_by_layer(shard.parameters, microbatches, again, joined)
 
 
-def _layer_by_layer(held: StageParameters, microbatches: HeldActivations, again: bool, joins: bool) -> Iterator[Moment]:
+def _layer_by_layer(
+    held: StageParameters, microbatches: HeldActivations, again: bool, joined: float
+) -> Iterator[Moment]:
     """A microbatch on its way down; `again`: another went before it, whose last reduction (a tied embedding's, where
-    there is one) is still under way."""
+    there is one) is still under way; `joined`: the part of a unit that is joined in copies."""
     units, tied, top = held.units, held.tied, len(held.units) - 1
     for layer in range(top, -1, -1):
         above = units[layer + 1] if layer < top else (tied or units[0]) * again
@@ -63,9 +65,9 @@ def _layer_by_layer(held: StageParameters, microbatches: HeldActivations, again:
         at_hand = tied if layer in (0, 1, top) else 0.0
         activations = microbatches.activations - (top - layer) * microbatches.freed_by_layer
         yield Moment(activations, units[layer] + below + at_hand, units[layer] + above + tied)
-        if joins:
-            yield Moment(activations, units[layer] + at_hand + max(units[layer], at_hand), above + tied)
-            left = max(2 * units[layer] + tied, 2 * tied * (layer == 0))
+        if joined:
+            yield Moment(activations, units[layer] + at_hand + joined * max(units[layer], at_hand), above + tied)
+            left = max((1 + joined) * units[layer] + tied, (1 + joined) * tied * (layer == 0))
             yield Moment(activations - microbatches.freed_by_layer, units[layer] + below + at_hand, left)
 
 

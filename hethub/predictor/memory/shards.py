@@ -9,8 +9,8 @@ from hethub.predictor.cost.software import Software
 from hethub.predictor.memory.activations import KeptPerSample, kept_per_sample
 from hethub.predictor.memory.parameters import Held, RankWidths, StageParameters, rank_widths
 from hethub.spec.layout.bind import Layout
-from hethub.spec.layout.state import BUCKET_ELEMENTS
-from hethub.spec.layout.tensors import tensor_parallel_shares
+from hethub.spec.layout.state import BUCKET_ELEMENTS, cut_full
+from hethub.spec.layout.tensors import stage_tensors, tensor_parallel_shares
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import StageSpec
 from hethub.spec.ranges import Range, from_sizes
@@ -82,22 +82,46 @@ class Shard:
         """Through the stage's chunks, where these go one after another."""
         return _descents(self.parameters.units, self.parameters.tied, tuple(self.chunks))
 
-    @cached_property
-    def joining_descents(self) -> tuple[Descent, ...]:
-        """Likewise, where units are joined."""
-        return _joining_descents(self.parameters.units, self.parameters.tied, tuple(self.chunks))
+    def joining_descents(self, joined: float) -> tuple[Descent, ...]:
+        """Likewise, where so large a part of a unit is joined in copies."""
+        return _joining_descents(self.parameters.units, self.parameters.tied, tuple(self.chunks), joined)
 
-    def joins(self, replica: int) -> bool:
-        """Whether a replica's ranks join the parts of tensors that lie apart on them in copies, since another replica cuts
-        tensors in other places. Other frameworks cut alike."""
-        if self.spec.cut_alike or not self.software.gathers_ahead:
-            return False
+    def joined(self, replica: int) -> float:
+        """The part of its matrices that a replica's ranks join in copies, since what they reduce with the same others
+        lies apart on them. Other frameworks cut alike."""
+        return self._sharing_buckets if self.software.gathers_ahead and self._lies_apart(replica) else 0.0
+
+    def _lies_apart(self, replica: int) -> bool:
+        """Whether a replica's ranks reduce neighbouring matrices, or parts of one, with unlike others: another replica cuts
+        them in other places, or ranks that hold the same heads sum keys and values together."""
         model, replicas = self.layout.model, self.spec.replicas
-        if replicas[replica].tp > model.num_kv_heads:  # keys and values are summed with who holds the same heads, too
+        if len(replicas) > 1 and replicas[replica].tp > model.num_kv_heads:
             return True
         own = _cuts(model, replicas[replica].tp, replicas[replica].tensor_shares)
         others = [_cuts(model, *sort) for sort in {(each.tp, each.tensor_shares) for each in replicas}]
         return any(not theirs <= mine for other in others for theirs, mine in zip(other, own, strict=True))
+
+    @cached_property
+    def _sharing_buckets(self) -> float:
+        """The part of the stage's matrices in buckets with others; of a matrix that is a bucket of its own, what a group
+        reduces is one run."""
+        model, moves = self.layout.model, self.spec.zero >= 2 or "parameters" in self.spec.offload
+        runs = [Range(layer, layer + 1) for chunk in self.spec.chunks for layer in range(*chunk)]
+        counts = [
+            _in_shared_buckets(model, run.size, run.start == 0, run.stop == model.layers)
+            for run in (runs if moves else self.spec.chunks)
+        ]
+        return sum(shared for shared, _ in counts) / sum(every for _, every in counts)
+
+
+@lru_cache(maxsize=1024)
+def _in_shared_buckets(model: ModelSpec, layers: int, first: bool, last: bool) -> tuple[int, int]:
+    """Elements of the matrices of so many neighbouring layers, with the model's ends where they have them: in buckets
+    with others, and all."""
+    start = 0 if first else model.layers - layers if last else 1
+    sizes = [t.numel for t in stage_tensors(model, (Range(start, start + layers),)) if t.decays]
+    shared = [sum(sizes[bucket.start : bucket.stop]) for bucket in cut_full(sizes) if bucket.size > 1]
+    return sum(shared), sum(sizes)
 
 
 @lru_cache(maxsize=1024)
@@ -126,7 +150,9 @@ def _descents(units: tuple[int, ...], tied: int, ranges: tuple[Range, ...]) -> t
 
 
 @lru_cache(maxsize=1024)
-def _joining_descents(units: tuple[int, ...], tied: int, ranges: tuple[Range, ...]) -> tuple[Descent, ...]:
+def _joining_descents(
+    units: tuple[int, ...], tied: int, ranges: tuple[Range, ...], joined: float
+) -> tuple[Descent, ...]:
     """A unit's weights beside the parts they came in, when the first microbatch enters it; its gradients beside the parts
     they leave in, when the last one has."""
     found, above = [], 0.0
@@ -135,13 +161,10 @@ def _joining_descents(units: tuple[int, ...], tied: int, ranges: tuple[Range, ..
         at_hand = tied * (chunk in (0, len(ranges) - 1))
         for layer in range(last, own.start - 1, -1):
             entered, left = sum(units[layer : own.stop]), sum(units[own.start : layer + 1])
-            found.append(
-                Descent(
-                    chunk, last - layer, 0.0, entered + units[layer] + at_hand, entered - units[layer] + above + tied
-                )
-            )
+            weights, copies = entered + at_hand, joined * units[layer]
+            found.append(Descent(chunk, last - layer, 0.0, weights + copies, entered - units[layer] + above + tied))
             below = units[layer - 1] if layer == own.start and layer else 0.0
             gone = (own.stop - layer) / own.size
-            found.append(Descent(chunk, 0, gone, left + below + at_hand, left + units[layer] + tied))
+            found.append(Descent(chunk, 0, gone, left + below + at_hand, left + copies + tied))
         above = units[own.start]
     return tuple(found)

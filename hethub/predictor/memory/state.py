@@ -57,7 +57,7 @@ def resident(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Resident:
         brought += width
     update = brought * owned / held.total * shard.bucket_elements if brought else 0.0
     if offloaded and level < 3:
-        update = max(update, width * max(held.units) * (1 + shard.joins(assignment.replica)))
+        update = max(update, width * max(held.units) * (1 + shard.joined(assignment.replica)))
     # Other frameworks' buffers are in what was fitted on them.
     ours = software.gathers_ahead
     return Resident(
@@ -77,9 +77,10 @@ def resident(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Resident:
 def _joined_bytes(shard: Shard, assignment: Assignment) -> float:
     """Copies of gradients whose parts lie apart: all of them are there when the last reduction starts
     (hethub.runtime.state.reduction). What comes and goes is joined unit by unit (hethub.predictor.memory.peak)."""
-    if shard.spec.zero >= 2 or not shard.joins(assignment.replica):
+    if shard.spec.zero >= 2:
         return 0.0
-    return gradient_bytes(shard.width) * (shard.parameters.total - shard.parameters.norms)
+    matrices = shard.parameters.total - shard.parameters.norms
+    return gradient_bytes(shard.width) * shard.joined(assignment.replica) * matrices
 
 
 def _block_bytes(shard: Shard) -> float:

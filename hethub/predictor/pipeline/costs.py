@@ -244,7 +244,7 @@ class PlanCosts:
             return 0.0, 0.0
         stage_spec = self.layout.stages[stage]
         group = self.network.group(spec.ranks[:tp])
-        once = self.network.all_reduce(group, self._activation_bytes(samples), self.state.groups_per_machine(group))
+        once = self.network.all_reduce(group, self._activation_bytes(samples), self.network.sharing(group))
         if self.software.overlapped_tensor_parallel and self.software.sequence_parallel:
             once *= self.network.fit["tensor_parallel_shown"]
         layers, ends = portion.layers, portion.first + portion.last

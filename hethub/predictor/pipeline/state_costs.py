@@ -64,7 +64,7 @@ class StateCosts:
         self._held: dict[tuple[object, ...], Held] = {}
         self._groups: dict[tuple[int, int], Group] = {}
         self._unlike: dict[int, list[ReplicaSpec]] = {}
-        self._unlike_groups: dict[int, set[Group]] = {}
+        self._unlike_groups: dict[int, dict[Group, int]] = {}  # by stage, and how many like it share an interface
         self._reductions: dict[tuple[int, Portion | None], Reduction] = {}
         self._layers: dict[tuple[int, Portion, int], list[float]] = {}
 
@@ -99,7 +99,7 @@ class StateCosts:
         if found is None:
             replicas = self.layout.stages[stage].replicas
             ranks = [replica.ranks[min(position, replica.tp - 1)] for replica in replicas]
-            found = self._groups[stage, position] = self.network.group(ranks, self.layout.stages[stage].state_shares)
+            found = self._groups[stage, position] = self.network.group(ranks, self._state_shares[stage])
         return found
 
     def ring_seconds(self, stage: int, num_bytes: float) -> float:
@@ -108,10 +108,11 @@ class StateCosts:
         found = self._unlike_groups.get(stage)
         if found is None:
             positions = range(max(replica.tp for replica in self.layout.stages[stage].replicas))
-            found = self._unlike_groups[stage] = {self.replica_group(stage, position) for position in positions}
+            groups = {self.replica_group(stage, position) for position in positions}
+            found = self._unlike_groups[stage] = {group: self.network.sharing(group) for group in groups}
         operation: Operation = "reduce_scatter" if self.layout.stages[stage].zero else "all_reduce"
         return max(
-            self.network.reduce_scatter(group, num_bytes, self.groups_per_machine(group), operation) for group in found
+            self.network.reduce_scatter(group, num_bytes, sharing, operation) for group, sharing in found.items()
         )
 
     def most_parameters(self, stage: int, portion: Portion | None = None) -> float:
@@ -195,7 +196,7 @@ class StateCosts:
         if self.tied_group:
             most = max(self._table(replica) for replica in (*first, *last))
             num_bytes = most * self.gradient_wire_bytes
-            return self.network.reduce_scatter(self.tied_group, num_bytes, self.groups_per_machine(self.tied_group))
+            return self.network.reduce_scatter(self.tied_group, num_bytes, self.network.sharing(self.tied_group))
         places = layout.cluster.places
         machines = [places[rank].machine for replica in first for rank in replica.ranks]
         width = self.width if self.software.gradient_wire_bytes else gradient_bytes(self.width)
@@ -384,14 +385,15 @@ class StateCosts:
     def _unevenness(self, stage: int) -> float:
         """How much longer collectives over uneven shares take: as many buckets as the smallest share allows are cut
         evenly, the others take 1.25 times as long (Cephalo's figure, arXiv 2411.01075)."""
-        stage_spec = self.layout.stages[stage]
-        shares, count = stage_spec.state_shares, len(stage_spec.ranks)
-        if not shares:
-            return 1.0
-        rest = (1.0 - sum(shares.values())) / max(count - len(shares), 1)
-        even = count * min([*shares.values(), *([rest] if count > len(shares) else [])])
-        return 1.0 + 0.25 * (1.0 - min(1.0, max(0.0, even)))
+        shares = self._state_shares[stage].values()
+        return 1.0 + 0.25 * (1.0 - min(1.0, len(shares) * min(shares))) if shares else 1.0
 
-    def groups_per_machine(self, group: Group) -> int:
-        """How many groups like this one share a machine's interfaces, if all its accelerators are in one."""
-        return max(1, self.network.machines[group.machines[0][0]].accelerators // group.most_per_machine)
+    @cached_property
+    def _state_shares(self) -> list[dict[int, float]]:
+        """By stage, every rank's share of its state, where the plan names any."""
+        found = []
+        for stage in self.layout.stages:
+            named, unnamed = stage.state_shares, len(stage.ranks) - len(stage.state_shares)
+            rest = max(0.0, 1.0 - sum(named.values())) / max(1, unnamed)
+            found.append({rank: named.get(rank, rest) for rank in stage.ranks} if named else {})
+        return found

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby, pairwise
 
 from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.shares import cut_buckets, owner_fractions
@@ -87,6 +88,17 @@ class Bucket:
     unit: int | None
     chunk: int | None
     layer: int
+
+
+def cut_full(sizes: Sequence[int]) -> list[Range]:
+    """Neighbouring tensors of so many elements in buckets, each closed once it holds BUCKET_ELEMENTS: ranges of their
+    indices."""
+    cuts, held = [0], 0
+    for index, size in enumerate(sizes, 1):
+        held += size
+        if held >= BUCKET_ELEMENTS or index == len(sizes):
+            cuts, held = [*cuts, index], 0
+    return [Range(start, stop) for start, stop in pairwise(cuts)]
 
 
 def slice_runs(runs: Sequence[Range], cut: Range) -> list[Range]:
@@ -206,19 +218,15 @@ class StateMap:
         no bucket holds parts of two.
         """
         buckets: list[list[PlacedTensor]] = []
-        for tensor in self.tensors:
-            last = buckets[-1] if buckets else []
-            full = sum(t.span.size for t in last) >= BUCKET_ELEMENTS
-            if not last or full or self._apart(last[0], tensor):
-                buckets.append([tensor])
-            else:
-                last.append(tensor)
+        for _, neighbours in groupby(self.tensors, self._kind):
+            tensors = list(neighbours)
+            buckets += [tensors[each.start : each.stop] for each in cut_full([tensor.span.size for tensor in tensors])]
         return buckets
 
-    def _apart(self, a: PlacedTensor, b: PlacedTensor) -> bool:
-        """Whether two tensors cannot be in one bucket."""
-        kind = (a.stage, a.chunk, a.info.decays) != (b.stage, b.chunk, b.info.decays)
-        return kind or (self.moves(a.stage) and a.unit != b.unit)
+    def _kind(self, tensor: PlacedTensor) -> tuple[object, ...]:
+        """What tensors of one bucket have in common."""
+        unit = tensor.unit if self.moves(tensor.stage) else None
+        return tensor.stage, tensor.chunk, tensor.info.decays, unit
 
     def _runs(self, tensor: PlacedTensor) -> list[tuple[Range, Group]]:
         """The tensor cut where its contributors change."""

@@ -68,8 +68,7 @@ def test_islands_exchange_what_the_routes_send(sizes: tuple[int, ...], operation
 def test_named_state_shares_move_what_islands_exchange() -> None:
     """Two ranks of a slow island that own little: it sends nearly all, and receives little."""
     found = network((8, 2))
-    shares = {8: 0.01, 9: 0.01}
-    group = found.group(range(10), shares)
+    group = found.group(range(10), {**dict.fromkeys(range(8), 0.98 / 8), 8: 0.01, 9: 0.01})
     ranges = from_sizes([12250] * 8 + [1000] * 2)
     own = exchanged(islands_of((8, 2)), ranges, "reduce_scatter")
     for (island, _), routed in zip(group.islands, own, strict=True):

@@ -91,5 +91,5 @@ def test_the_search_estimates_bridges_of_two_as_plans_have_them() -> None:
     times, network = StageTimes(problem, costs), costs.network
     for tp, number, ranks in ((1, 2, (0, 1)), (2, 2, (0, 2)), (1, 4, (0, 1, 2, 3))):
         group = network.group(ranks)
-        one, two = (network.reduce_scatter(group, num_bytes, costs.sharing(group)) for num_bytes in (1e9, 2e9))
+        one, two = (network.reduce_scatter(group, num_bytes, network.sharing(group)) for num_bytes in (1e9, 2e9))
         assert times.collective((ReplicaGroup(0, tp, 1, number),))[1] == pytest.approx((two - one) / 1e9, rel=1e-3)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hethub.predictor.cost.software import HETHUB
-from hethub.predictor.memory.parameters import rank_widths
+from hethub.predictor.memory.parameters import rank_widths, replica_widths
 from hethub.predictor.memory.ranks import COUNTED, rank_memory
 from hethub.predictor.memory.shards import Shard
 from hethub.predictor.memory.state import resident
@@ -100,11 +100,17 @@ MIXED = Case(
     precision="fp32",
     bucket_elements=BUCKET_ELEMENTS,
 )
+HELD_TWICE = replace(
+    MIXED,
+    name="tp 2 with one key-value head",
+    stages=[stage((0, 6), replica([0, 1], 4, 2), replica([2, 3], 4, 2), zero=1)],
+    model=MODEL.replace(kv_heads=1),
+)
 
 
-def joined_gradients(world: Any) -> int:
+def joined_gradients(world: Any, case: Case) -> int:
     """Bytes that this rank copies of its gradients to reduce them."""
-    trainer, found = build_trainer(world, MIXED), []
+    trainer, found = build_trainer(world, case), []
     finish, own = trainer.reducer.finish, trainer.storage.grads.untyped_storage().data_ptr()
 
     def look(chunk: int | None = None) -> None:
@@ -118,16 +124,16 @@ def joined_gradients(world: Any) -> int:
     return found[0]
 
 
-def test_gradients_that_lie_apart_are_joined_in_copies() -> None:
-    layout = MIXED.layout()
-    width, software = 4, HETHUB
-    foreseen = []
-    for rank, cut in enumerate((*rank_widths(MODEL, 2), *rank_widths(MODEL, 1))):
-        foreseen.append(
-            resident(Shard(layout, 0, cut, software, width), layout.assignments[rank], on_cpu=True).joined_bytes
-        )
-    assert run_ranks(3, joined_gradients) == pytest.approx(foreseen, rel=0.01)
-    assert foreseen[0] == foreseen[1] == 0 < foreseen[2]
+@pytest.mark.parametrize("case", [MIXED, HELD_TWICE], ids=lambda case: case.name)
+def test_gradients_that_lie_apart_are_joined_in_copies(case: Case) -> None:
+    layout, foreseen = case.layout(), []
+    for spec in layout.stages[0].replicas:
+        for rank, cut in zip(spec.ranks, replica_widths(case.model, spec, HETHUB), strict=True):
+            found = resident(Shard(layout, 0, cut, HETHUB, 4), layout.assignment_of[rank], on_cpu=True)
+            foreseen.append(found.joined_bytes)
+    assert run_ranks(case.size, joined_gradients, case) == pytest.approx(foreseen, rel=0.01)
+    assert foreseen[-1] > 0
+    assert (foreseen[0] == 0) is (case is MIXED)
 
 
 def activations_beside_copies(world: Any, case: Case) -> int:
