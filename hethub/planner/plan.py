@@ -13,6 +13,7 @@ from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.evaluate.layouts import is_equal
 from hethub.planner.evaluate.outlook import Outlooks
+from hethub.planner.evaluate.processes import uncollected
 from hethub.planner.exhaustive.search import refuse_larger, search_exhaustively
 from hethub.planner.explain.bottlenecks import bottlenecks
 from hethub.planner.explain.homogeneous_sum import Alone, homogeneous_parts_beside, makers_alone_tokens_per_second
@@ -27,7 +28,6 @@ from hethub.planner.result import FamilyRow, PlanResult, RunnerUp
 from hethub.planner.search.auto import add_whole_plans, search, search_family
 from hethub.planner.search.effort import effort_for
 from hethub.planner.search.left_out import leave_out
-from hethub.planner.search.processes import uncollected
 from hethub.predictor import Prediction
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
@@ -77,7 +77,7 @@ def plan(
         rows = _families(problem, incumbent, strategy) if explain else {}
         if strategy == "auto":
             best = incumbent.best  # a family's plan, where explaining found a faster one
-        fastest, outlooks = _confirmed(problem, incumbent, best, strategy), Outlooks(problem)
+        fastest, outlooks = _confirmed(problem, incumbent, best, strategy), Outlooks(problem, processes)
         best = _steadiest(problem, incumbent, outlooks, fastest) if strategy == "auto" else fastest
         alone = found_alone()
     prediction = _bounded(best.prediction, alone)
@@ -206,8 +206,9 @@ def _steadiest(problem: Problem, incumbent: Incumbent, outlooks: Outlooks, faste
     if incumbent.out_of_time:
         return chosen
     unlike = takewhile(lambda own: own.seconds < least, _unlike(problem, incumbent, fastest))
-    middles = [(outlooks.in_the_middle(own.plan), own) for own in islice(unlike, WIDER * most)]
-    for middle, evaluation in sorted(middles, key=itemgetter(0))[:most]:
+    near = list(islice(unlike, WIDER * most))
+    middles = outlooks.in_the_middle([own.plan for own in near])
+    for middle, evaluation in sorted(zip(middles, near, strict=True), key=itemgetter(0))[:most]:
         if middle >= least or incumbent.out_of_time:
             break
         mean = outlooks.of(evaluation.plan).objective_seconds

@@ -9,12 +9,12 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.evaluation import Evaluation
 from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
+from hethub.planner.evaluate.processes import forked
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.planner.problem.scaled import Scale, scaled
 from hethub.planner.result import TWICE, Bottleneck
 from hethub.planner.search.effort import effort_for
 from hethub.planner.search.local_search import climb, descend, movable
-from hethub.planner.search.processes import forked
 
 RELAXED = 1.1
 KNOWN = 8  # of the plans already found, evaluated again for every relaxation
@@ -25,9 +25,9 @@ def bottlenecks(problem: Problem, incumbent: Incumbent, best: Evaluation, proces
     ranked = incumbent.ranked
     candidates = [best.candidate, *(evaluation.candidate for evaluation in ranked[:KNOWN])]
     relaxed = _relaxations(problem)
-    with forked(processes) as run:
-        # The problem as it is goes along: what the same search gains there is the search's, not any constraint's.
-        rates = list(run(partial(_best_rate, candidates), [problem, *relaxed.values()]))
+    # The problem as it is goes along: what the same search gains there is the search's, not any constraint's.
+    with forked(partial(_best_rate, candidates), [problem, *relaxed.values()], processes - 1) as results:
+        rates = results()
     as_it_is = max(rates[0], best.prediction.tokens_per_second)
     gains = [100.0 * (rate / as_it_is - 1.0) if rate else 0.0 for rate in rates[1:]]
     found = [Bottleneck(name, gain) for name, gain in zip(relaxed, gains, strict=True)]

@@ -9,12 +9,12 @@ from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
+from hethub.planner.evaluate.processes import forked
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, DeviceType, Problem
 from hethub.planner.result import HomogeneousPart
 from hethub.planner.search.auto import search
 from hethub.planner.search.effort import effort_for
-from hethub.planner.search.processes import forked
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.spec.accelerator import Precision
@@ -44,10 +44,9 @@ def homogeneous_parts(
 def homogeneous_parts_beside(problem: Problem, costs: UnitCosts, processes: int = 1) -> Iterator[Callable[[], Alone]]:
     """What gives every device type alone with its part of the batch; None where the bound is undefined, a device type's part being no
     sample. With several processes the device types are planned beside what the caller does before it asks."""
-    parts = _parts(problem, costs)
-    with forked(processes) as run:
-        planned = run(_alone, parts)
-        yield lambda: _complete(planned)
+    # One more than can run beside the caller, who takes longest and is the nicest to.
+    with forked(_alone, _parts(problem, costs), processes if processes > 1 else 0) as results:
+        yield lambda: _complete(results())
 
 
 def makers_alone_tokens_per_second(alone: Alone) -> float | None:

@@ -173,7 +173,7 @@ def test_nothing_of_ours_unpickles():
                 if owner in ("comm", "mpi", "_comm") and node.func.attr in MPI_METHODS:
                     found.add((where, f"{owner}.{node.func.attr}"))
     assert found == {
-        ("hethub/planner/search/processes.py", "multiprocessing"),
+        ("hethub/planner/evaluate/processes.py", "multiprocessing"),
         ("hethub/runtime/checkpoint/manager.py", "dist.all_gather_object"),
         ("hethub/runtime/program/checkpoint.py", "pickle"),
     }
