@@ -47,6 +47,13 @@ def command(
     return parser
 
 
+def path(text: str) -> Path:
+    """A path of the command line. An empty one, as of a variable that is not set, is not the folder one stands in."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; give one (. is the folder you are in)")
+    return Path(text)
+
+
 def another_speaks() -> bool:
     """Whether another rank says what every rank of the launcher finds alike, a wrong command line above all."""
     from hethub.runtime.launch.launcher_environment import is_first_rank
@@ -57,13 +64,13 @@ def another_speaks() -> bool:
 def add_job(parser: argparse.ArgumentParser, *, or_plan: bool = False) -> None:
     """The job file and what overrides its keys."""
     metavar, text = ("JOB.yaml|PLAN.yaml", "a job, or a plan file alone") if or_plan else ("JOB.yaml", "the job file")
-    parser.add_argument("job", type=Path, metavar=metavar, help=text)
+    parser.add_argument("job", type=path, metavar=metavar, help=text)
     _add_set(parser)
 
 
 def add_job_if_any(parser: argparse.ArgumentParser, text: str) -> None:
     """A job file that may be left out, and what overrides its keys."""
-    parser.add_argument("job", type=Path, nargs="?", metavar="JOB.yaml", help=text)
+    parser.add_argument("job", type=path, nargs="?", metavar="JOB.yaml", help=text)
     _add_set(parser)
 
 
@@ -74,12 +81,12 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
     text = "measurements made by `hethub profile`, which count instead of estimates (default: the job's)"
-    parser.add_argument("--profile", type=Path, metavar="PROFILE.json", help=text)
+    parser.add_argument("--profile", type=path, metavar="PROFILE.json", help=text)
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
     text = "correct estimates by measured steps: a table as `hethub validate` reads it, or a run's calibration.json"
-    parser.add_argument("--calibrate", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--calibrate", type=path, metavar="FILE", help=text)
 
 
 def measured_for(options: argparse.Namespace, job: "Job") -> "ProfileSpec | None":

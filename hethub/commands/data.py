@@ -3,10 +3,9 @@
 import argparse
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
-from hethub.commands.common import check_writable, command, need_torch
+from hethub.commands.common import check_writable, command, need_torch, path
 
 _RUN = "the folder that train printed, or one of its checkpoints, RUN_DIR/checkpoints/step-N"
 
@@ -25,9 +24,9 @@ def _add_tokenise(commands: Any) -> None:
         "Turns text into a token file that jobs read with `source: tokens`.",
         "hethub tokenise corpus/ --tokenizer tokenizer.json --out corpus.bin",
     )
-    parser.add_argument("text", type=Path, nargs="+", metavar="TEXT", help="files or folders (.jsonl: the key `text`)")
+    parser.add_argument("text", type=path, nargs="+", metavar="TEXT", help="files or folders (.jsonl: the key `text`)")
     parser.add_argument("--tokenizer", required=True, metavar="FILE", help="a tokenizer.json, or `bytes`")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the token file to write")
+    parser.add_argument("--out", type=path, required=True, metavar="FILE", help="the token file to write")
 
 
 def tokenise(options: argparse.Namespace) -> None:
@@ -47,8 +46,8 @@ def _add_export(commands: Any) -> None:
         "Writes the newest checkpoint of a run as a Hugging Face folder.",
         "hethub export runs/laptop-mixed-20260101-120000 --to my-llama",
     )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help=_RUN)
-    parser.add_argument("--to", type=Path, required=True, metavar="HF_DIR", help="a folder that is not there yet")
+    parser.add_argument("run", type=path, metavar="RUN_DIR", help=_RUN)
+    parser.add_argument("--to", type=path, required=True, metavar="HF_DIR", help="a folder that is not there yet")
 
 
 def export(options: argparse.Namespace) -> None:
@@ -66,7 +65,7 @@ def _add_generate(commands: Any) -> None:
         "Goes on with a prompt from the newest checkpoint of a run.",
         'hethub generate runs/laptop-mixed-20260101-120000 "def main(" --tokens 40',
     )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help=_RUN)
+    parser.add_argument("run", type=path, metavar="RUN_DIR", help=_RUN)
     parser.add_argument("prompt", metavar="PROMPT", help="the text to go on with")
     parser.add_argument("--tokens", type=count, default=64, metavar="N", help="at most so many (default: 64)")
     text = "0: always the likeliest token (default); above, drawn, the more evenly the higher"

@@ -13,6 +13,7 @@ from hethub.commands.common import (
     command,
     known_cluster,
     need_torch,
+    path,
     print_json,
 )
 from hethub.commands.train import AGAIN, STOPPED, add_run
@@ -89,7 +90,7 @@ def _add_doctor(commands: Any) -> None:
     text = "measure too, in up to ten minutes: communication, staging, every operator against fp64, memory, speed"
     parser.add_argument("--acceptance", action="store_true", help=text)
     text = "with --acceptance: write the results, to be sent in"
-    parser.add_argument("--out", type=Path, metavar="ACCEPTANCE.json", help=text)
+    parser.add_argument("--out", type=path, metavar="ACCEPTANCE.json", help=text)
     add_json(parser)
 
 
@@ -183,9 +184,9 @@ def _add_profile(commands: Any) -> None:
     )
     add_job_if_any(parser, "measure this job's model (default: a layer of usual size)")
     text = "measure nothing; put the profiles of several nodes together (of equal points the slower counts)"
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="PROFILE.json", help=text)
+    parser.add_argument("--merge", type=path, nargs="+", metavar="PROFILE.json", help=text)
     parser.add_argument(
-        "--out", type=Path, default=Path("profile.json"), metavar="PROFILE.json", help="default: profile.json"
+        "--out", type=path, default=Path("profile.json"), metavar="PROFILE.json", help="default: profile.json"
     )
 
 

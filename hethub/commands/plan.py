@@ -17,6 +17,7 @@ from hethub.commands.common import (
     known_cluster,
     made_for,
     measured_for,
+    path,
     planned_for,
     print_json,
     processors,
@@ -54,7 +55,7 @@ def _add_plan(commands: Any) -> None:
         metavar="NAME",
         help="auto, exhaustive (small spaces), or one system's planner (default: the job's)",
     )
-    parser.add_argument("--out", type=Path, metavar="PLAN.yaml", help="write the plan here")
+    parser.add_argument("--out", type=path, metavar="PLAN.yaml", help="write the plan here")
     add_profile(parser)
     add_calibrate(parser)
     parser.add_argument("--top", type=int, default=5, metavar="N", help="how many runners-up to show (default 5)")
@@ -70,7 +71,7 @@ def _add_plan(commands: Any) -> None:
 
 def _add_alone(parser: argparse.ArgumentParser, default: str) -> None:
     text = f"write every device type's best plan alone into this folder{default}"
-    parser.add_argument("--alone", type=Path, metavar="DIR", help=text)
+    parser.add_argument("--alone", type=path, metavar="DIR", help=text)
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -125,14 +126,14 @@ def _add_predict(commands: Any) -> None:
         "hethub predict configs/jobs/laptop-mixed.yaml --plan plan.yaml --trace trace.json",
     )
     add_job(parser, or_plan=True)
-    parser.add_argument("--plan", type=Path, metavar="PLAN.yaml", help="the plan to predict (default: the job's)")
+    parser.add_argument("--plan", type=path, metavar="PLAN.yaml", help="the plan to predict (default: the job's)")
     add_profile(parser)
     add_calibrate(parser)
     parser.add_argument(
         "--bounds", action="store_true", help="plan every device type alone, for %% of the makers alone"
     )
     _add_alone(parser, "; as --bounds")
-    parser.add_argument("--trace", type=Path, metavar="TRACE.json", help="write a timeline that Perfetto opens")
+    parser.add_argument("--trace", type=path, metavar="TRACE.json", help="write a timeline that Perfetto opens")
     add_json(parser)
 
 
@@ -254,10 +255,10 @@ def _add_diff(commands: Any) -> None:
         "Says what differs between two plans, and what it costs.",
         "hethub diff one.yaml two.yaml",
     )
-    parser.add_argument("first", type=Path, metavar="PLAN.yaml", help="the plan to compare with")
-    parser.add_argument("second", type=Path, metavar="PLAN.yaml", help="the plan compared, of layers or of hap")
+    parser.add_argument("first", type=path, metavar="PLAN.yaml", help="the plan to compare with")
+    parser.add_argument("second", type=path, metavar="PLAN.yaml", help="the plan compared, of layers or of hap")
     text = "the job both were made for (default: what each plan file says itself)"
-    parser.add_argument("--job", type=Path, metavar="JOB.yaml", help=text)
+    parser.add_argument("--job", type=path, metavar="JOB.yaml", help=text)
     add_json(parser)
 
 

@@ -11,6 +11,7 @@ from hethub.commands.common import (
     check_writable,
     command,
     made_for,
+    path,
     print_json,
     program_made_for,
 )
@@ -30,12 +31,12 @@ def _add_report(commands: Any) -> None:
         "Draws a run, or a plan, as one self-contained HTML page.",
         "hethub report runs/laptop-mixed-20260101-120000 --out report.html",
     )
-    parser.add_argument("what", type=Path, metavar="RUN_DIR|PLAN.yaml", help="a run folder, or a plan file")
+    parser.add_argument("what", type=path, metavar="RUN_DIR|PLAN.yaml", help="a run folder, or a plan file")
     parser.add_argument(
-        "--job", type=Path, metavar="JOB.yaml", help="what a plan file was made for (default: as it says)"
+        "--job", type=path, metavar="JOB.yaml", help="what a plan file was made for (default: as it says)"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="REPORT.html", help="default: report.html in the run folder or here"
+        "--out", type=path, metavar="REPORT.html", help="default: report.html in the run folder or here"
     )
 
 
@@ -72,7 +73,7 @@ def _add_watch(commands: Any) -> None:
         "Shows how far a run has come, from the files in its folder; on a terminal until it ends or you interrupt.",
         "hethub watch runs/laptop-mixed-20260101-120000",
     )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder that train printed")
+    parser.add_argument("run", type=path, metavar="RUN_DIR", help="the folder that train printed")
     parser.add_argument("--once", action="store_true", help="show it once")
 
 
@@ -105,7 +106,7 @@ def _add_validate(commands: Any) -> None:
         "hethub validate measured_steps.csv --by accelerator",
     )
     text = "a table of measured steps or layers, or a folder of cases (docs/plans.md)"
-    parser.add_argument("what", type=Path, metavar="TABLE.csv|CASES_DIR", help=text)
+    parser.add_argument("what", type=path, metavar="TABLE.csv|CASES_DIR", help=text)
     parser.add_argument("--by", default="source", metavar="COLUMN", help="the column to group by (default source)")
     add_calibrate(parser)
     add_json(parser)

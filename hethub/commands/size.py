@@ -13,6 +13,7 @@ from hethub.commands.common import (
     add_json,
     check_writable,
     command,
+    path,
     print_json,
     refuse_profile_beside_calibrate,
     strategy_of,
@@ -42,12 +43,12 @@ def add(commands: Any) -> None:
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument("--deadline", metavar="DAYS", help="days from the first step to the last")
     limit.add_argument("--budget", metavar="MONEY", help="in the catalogue's currency")
-    parser.add_argument("--catalogue", type=Path, metavar="FILE", help="node types, availability and prices")
-    parser.add_argument("--have", type=Path, metavar="CLUSTER.yaml", help="nodes owned, which cost nothing")
+    parser.add_argument("--catalogue", type=path, metavar="FILE", help="node types, availability and prices")
+    parser.add_argument("--have", type=path, metavar="CLUSTER.yaml", help="nodes owned, which cost nothing")
     add_calibrate(parser)
     parser.add_argument("--add", action="store_true", help="rank what to add next to the nodes owned")
     parser.add_argument(
-        "--out", type=Path, metavar="SIZE.html", help="write a page with the table and a plot of the frontier"
+        "--out", type=path, metavar="SIZE.html", help="write a page with the table and a plot of the frontier"
     )
     add_json(parser)
 

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hethub.commands.common import add_json, check_folder, command, print_json
+from hethub.commands.common import add_json, check_folder, command, path, print_json
 from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def _add_init(commands: Any) -> None:
         "hethub init laptop --out my-job",
     )
     parser.add_argument("kind", choices=KINDS, help="what the job is for")
-    parser.add_argument("--model", type=Path, metavar="HF_DIR", help="continue: the Hugging Face folder to go on from")
-    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where to (default: here)")
+    parser.add_argument("--model", type=path, metavar="HF_DIR", help="continue: the Hugging Face folder to go on from")
+    parser.add_argument("--out", type=path, default=Path(), metavar="DIR", help="where to (default: here)")
 
 
 def init(options: argparse.Namespace) -> None:

@@ -2,10 +2,9 @@
 
 import argparse
 import signal
-from pathlib import Path
 from typing import Any
 
-from hethub.commands.common import add_job, add_profile, command, need_torch
+from hethub.commands.common import add_job, add_profile, command, need_torch, path
 from hethub.commands.program import runs_program
 from hethub.spec.errors import BadInput, RunFailed
 
@@ -24,12 +23,12 @@ def add(commands: Any) -> None:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """What to run and where, which `hethub launch` takes too and hands on."""
-    parser.add_argument("--plan", type=Path, metavar="PLAN.yaml", help="run this plan instead of the job's")
+    parser.add_argument("--plan", type=path, metavar="PLAN.yaml", help="run this plan instead of the job's")
     add_profile(parser)
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="the run folder (default: runs/NAME-TIME)")
+    parser.add_argument("--run-dir", type=path, metavar="DIR", help="the run folder (default: runs/NAME-TIME)")
     parser.add_argument(
         "--resume",
-        type=Path,
+        type=path,
         metavar="DIR|auto",
         help="continue the run in this folder, or from one of its checkpoints, DIR/checkpoints/step-N; auto: the newest checkpoint of this "
         "job's, else a new run",

@@ -28,6 +28,7 @@ def refused(capsys, *arguments):
         ([], ["COMMAND", "hethub --help"]),
         (["plan"], ["JOB.yaml", "hethub plan --help"]),
         (["plan", "job.yaml", "--fast"], ["--fast", "hethub plan --help"]),
+        (["train", "job.yaml", "--run-dir", ""], ["--run-dir", "is empty"]),
         (["size", "job.yaml", "--tokens", "many"], ["--tokens many", "1e12, 300B or 1.5T"]),
         (["size", "job.yaml", "--tokens", "-1T"], ["--tokens"]),
         (["schema", "jobs"], ["jobs", "job", "cluster"]),

@@ -85,7 +85,7 @@ def test_every_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "a"', "not valid JSON"),
+        ('{"text": "a"', "not valid JSON: Expecting ',' delimiter, column 13"),
         ('["a"]', r"got \['a'\]"),
         ('{"txt": "a", "id": 3}', "no key `text`; it has txt, id"),
         ('{"text": 5}', "`text` is 5"),
