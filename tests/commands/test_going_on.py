@@ -67,6 +67,20 @@ def test_resume_auto_begins_a_run_goes_on_with_it_and_says_when_it_is_done(job, 
     assert "all 8 steps are trained already" in done.stdout
 
 
+@pytest.mark.parametrize("run_dir", [[], ["--run-dir", "run"]])
+def test_resume_auto_goes_on_from_a_first_checkpoint_that_lacks_its_name(job, tmp_path, run_dir):
+    """Its run was killed between the checkpoint's marker and its name."""
+    more = ["--resume", "auto", *run_dir]
+    assert train(job, *more, "--set", "train.steps=2", cwd=tmp_path).exit_code == 0
+    (run,) = [tmp_path / "run"] if run_dir else (tmp_path / "runs").iterdir()
+    (run / "checkpoints" / "step-2").rename(run / "checkpoints" / "step-2.partial")
+    (run / "owner.json").write_text("{}")
+    ended = train(job, *more, cwd=tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    assert "resumed behind step 2" in ended.stdout
+    assert steps_of(run) == list(range(1, 7))
+
+
 def test_which_starts_go_on_by_themselves():
     assert goes_on_by_itself(AUTO, {})
     assert goes_on_by_itself(None, {"SLURM_RESTART_COUNT": "2"})

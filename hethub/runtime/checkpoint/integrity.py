@@ -77,9 +77,10 @@ def partials(root: Path) -> list[Path]:
 
 
 def newest_marker(root: Path) -> float | None:
-    """When the last complete checkpoint under `root` was written, by its marker; None where there is none."""
+    """When the last complete checkpoint under `root` was written, by its marker, one that lacks but its name counted too;
+    None where there is none."""
     times = []
-    for path in candidates(root):
+    for path in [*candidates(root), *partials(root)]:
         with suppress(FileNotFoundError):  # it has none, or its run is just removing it
             times.append((path / MARKER).stat().st_mtime)
     return max(times, default=None)
