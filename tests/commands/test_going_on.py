@@ -16,7 +16,7 @@ from hethub.spec.documents import dump_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.job import load_job
 from tests.support.command import one, ranks
-from tests.support.job_files import ALONE, plan, write_job
+from tests.support.job_files import ALONE, plan, write_job, write_pair_job
 
 
 @pytest.fixture
@@ -269,3 +269,19 @@ def with_a_full_disk(rank):
         raise OSError(28, "No space left on device")
 
     run_folder.write_whole = refuse
+
+
+@pytest.mark.parametrize(("resume", "code"), [([], 1), (["--resume", "auto"], 75)])
+def test_a_rank_lost_while_another_waits_for_it_is_worth_starting_again(tmp_path, resume, code):
+    """Rank 0 stands in a call of the store's that nothing interrupts: its watchdog ends it."""
+    job = write_pair_job(tmp_path / "job", communicator={"timeout_seconds": 8})
+    survivor, _ = ranks(2, "train", job, *resume, cwd=tmp_path, hook=dies_while_it_reads)
+    assert "rank 0 ends because rank 1 is gone" in survivor.stderr
+    assert survivor.exit_code == code
+
+
+def dies_while_it_reads(rank):
+    from hethub.runtime.loop import train
+
+    if rank == 1:
+        train.check_job = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

@@ -19,6 +19,9 @@ _GRACE_SECONDS = 5.0
 _LINGER_SECONDS = 2.0  # mpirun kills who is left when half of the ranks have gone: all speak at about the same time
 _LAUNCHER_SECONDS = 1.0  # how often a rank looks after its launcher
 
+failed_code = 1
+"""What a process ends with that a failure ends here; a command sets its own, where the same command would go on."""
+
 
 class Watch:
     """One rank's part in knowing who lives, and what ends its process."""
@@ -37,7 +40,7 @@ class Watch:
         """From here on this process ends when any rank fails, even if its main thread is stuck in a native call.
 
         A process that has neither ended by itself after `grace_seconds` nor is about to (`tell`) prints the reason and
-        exits with 1.
+        exits with `failed_code`.
         """
         grace = self._grace_seconds if grace_seconds is None else grace_seconds
 
@@ -64,18 +67,19 @@ class Watch:
 
         threading.Thread(target=look, name="hethub-launcher", daemon=True).start()
 
-    def end_process(self, reason: str) -> NoReturn:
-        """Says why this rank ends and ends it with 1, whatever its other threads do."""
+    def end_process(self, reason: str, code: int | None = None) -> NoReturn:
+        """Says why this rank ends and ends it with `code`, else `failed_code`, whatever its other threads do."""
         with self._speaking:  # once
-            end_process(self._rank, reason)
+            end_process(self._rank, reason, code)
 
     def end_with_one_voice(self, reason: str, seconds: float) -> NoReturn:
-        """As `end_process`; where other ranks end for the same reason within so many seconds, only the first speaks."""
+        """As `end_process`, with 1: it was asked for. Where other ranks end for the same reason within so many seconds,
+        only the first speaks."""
         self.liveness.report(f"ends because {reason}")
         failure = self.liveness.wait_for_failure(seconds)
         is_said = failure is not None and failure.rank != self._rank and reason in failure.reason
         with self._speaking:
-            end_process(self._rank, None if is_said else reason)
+            end_process(self._rank, None if is_said else reason, 1)
 
     def tell(self, reason: str) -> None:
         """Tells every rank that this one has failed and why; its own process is about to end by itself, and to say so. Does
@@ -137,8 +141,8 @@ def deadline(seconds: float, rank: int, reason: str) -> Iterator[None]:
         timer.cancel()
 
 
-def end_process(rank: int, reason: str | None) -> NoReturn:
-    """Ends it with 1, without a word where there is no reason; a handler of signals may call it."""
+def end_process(rank: int, reason: str | None, code: int | None = None) -> NoReturn:
+    """Ends it with `code`, else `failed_code`, without a word where there is no reason; a handler of signals may call it."""
     if reason is not None:
         with contextlib.suppress(OSError):  # who read stderr may be gone too
             # One write with its line's end: the ranks share their launcher's pipe. Not by print, which may be what a
@@ -146,4 +150,4 @@ def end_process(rank: int, reason: str | None) -> NoReturn:
             os.write(2, f"hethub: rank {rank} ends because {reason}.\n".encode())
     if "OMPI_COMM_WORLD_RANK" in os.environ:
         time.sleep(_LINGER_SECONDS)
-    os._exit(1)
+    os._exit(failed_code if code is None else code)

@@ -19,7 +19,7 @@ _LAST_WORDS_SECONDS = 10.0  # for a rank that has failed to say so
 def end_unmet(number: int, frame: FrameType | None) -> None:
     """A handler of SIGUSR1 until the ranks have met, who then listen to it themselves: ends this rank, the first one
     with a word. It raises nothing: what it came upon, an import above all, might catch that or wrap it in its own."""
-    end_process(0, _ASKED_TO_END if is_first_rank() else None)
+    end_process(0, _ASKED_TO_END if is_first_rank() else None, 1)
 
 
 class EndSignal:
@@ -72,6 +72,8 @@ class EndSignal:
             self._watch.liveness.report_end()
             failure = self._watch.liveness.wait_for_failure(_NEWS_SECONDS)
             if not self._has_failed:
-                self._watch.end_process(str(failure) if failure else "its launcher ended it (SIGTERM)")
+                if failure is None:
+                    self._watch.end_process("its launcher ended it (SIGTERM)", 1)
+                self._watch.end_process(str(failure))
         time.sleep(_LAST_WORDS_SECONDS)
         os._exit(1)
