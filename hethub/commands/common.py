@@ -123,7 +123,11 @@ def print_json(data: Any) -> None:
 
 
 def need_torch(name: str) -> None:
-    """Imports torch, quickly. Raises BadInput where it is not installed."""
+    """Imports torch, quickly, and before that notes who has started this process. Raises BadInput where torch is not
+    installed."""
+    from hethub.runtime.launch.launcher_environment import launcher_of
+
+    launcher_of(os.getpid())
     if importlib.util.find_spec("torch") is None:
         raise BadInput(
             f"hethub {name} needs torch, which is not installed; install it with `pip install 'hethub[train]'`."

@@ -39,6 +39,36 @@ def test_a_rank_whose_launcher_is_gone_ends_and_says_so(tmp_path):
     assert "rank 1 is gone" in survivor.stderr
 
 
+def lose_the_launcher_at_the_start(rank):
+    """Rank 1 gets a parent of its own, which ends as soon as the program has begun."""
+    from hethub.runtime.loop import train
+
+    launcher = os.getpid()
+    if rank != 1:
+        return
+    if os.fork() != 0:
+        signal.pause()
+    read = train.read_job
+
+    def read_as_an_orphan(*arguments):
+        os.kill(launcher, signal.SIGKILL)
+        while os.getppid() == launcher:
+            time.sleep(0.05)
+        return read(*arguments)
+
+    train.read_job = read_as_an_orphan
+
+
+def test_a_rank_whose_launcher_was_gone_before_the_ranks_met_ends_too(tmp_path):
+    job, run = write_pair_job(tmp_path / "job", train={"steps": 5000}), tmp_path / "run"
+    survivor, orphan = ranks(
+        2, "train", job, "--run-dir", run, cwd=tmp_path, hook=lose_the_launcher_at_the_start, timeout_seconds=60
+    )
+    assert "rank 1 ends because its launcher" in orphan.stderr
+    assert survivor.exit_code == 1
+    assert "rank 1 is gone" in survivor.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=needs_mpirun)])

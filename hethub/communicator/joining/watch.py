@@ -56,9 +56,8 @@ class Watch:
 
         self.liveness.when_failed(end)
 
-    def end_with_the_launcher(self) -> None:
-        """From here on this process ends when the one that started it has: nobody else would end it."""
-        launcher = os.getppid()
+    def end_with_the_launcher(self, launcher: int) -> None:
+        """From here on this process ends when the one that started it, `launcher`, has: nobody else would end it."""
 
         def look() -> None:
             while not self._closed.wait(_LAUNCHER_SECONDS):

@@ -4,6 +4,7 @@ All values come from one launcher: Slurm's variables leak into an mpirun inside 
 by mpirun leaves both. The innermost launcher counts.
 """
 
+import functools
 import os
 import re
 import socket
@@ -79,6 +80,13 @@ def is_first_rank(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is rank 0 of its launcher, or alone; asks for no more variables than that."""
     launcher = _innermost_launcher(environment)
     return launcher == "alone" or environment.get(_RANK[launcher], "0") == "0"
+
+
+@functools.cache
+def launcher_of(process: int) -> int:
+    """What started this process, `process`, as it was when this was first asked: commands ask before they import torch, for
+    a launcher may be gone by the time that ranks have. A fork has an answer of its own."""
+    return os.getppid()
 
 
 def is_under_open_mpi(environment: Mapping[str, str] = os.environ) -> bool:

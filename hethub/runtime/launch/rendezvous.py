@@ -23,7 +23,7 @@ from hethub.communicator.joining.segments import (
     remove_dead_segments,
 )
 from hethub.communicator.joining.watch import Watch, deadline, watch_over
-from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info, place_of
+from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info, launcher_of, place_of
 from hethub.runtime.launch.store import join_served_store, meet_at_master, serve_store
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import RunFailed
@@ -94,7 +94,7 @@ def _watched(
             store, rank=info.rank, size=info.size, address=interface.address, token=token,
             timeout_seconds=timeout_seconds, place=place,
         )  # fmt: skip
-    watch.end_with_the_launcher()
+    watch.end_with_the_launcher(launcher_of(os.getpid()))
     watch.end_with_the_job()
     try:
         watch.liveness.wait_for_all(timeout_seconds + _NEWS_SECONDS)
