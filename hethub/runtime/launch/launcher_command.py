@@ -229,17 +229,25 @@ def _run(command: Command, handed_on: signal.Signals) -> int:
     """
     stdin = subprocess.DEVNULL if command.script is None else subprocess.PIPE
     environment = {**os.environ, **command.environment}
-    process = subprocess.Popen(command.words, env=environment, stdin=stdin, text=True, start_new_session=True)
+    process: subprocess.Popen[str] | None = None
     asked = ended = False
+
+    def hand_on() -> None:
+        if process is not None:
+            process.send_signal(signal.SIGINT if ended else handed_on)
 
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked, ended
         ended = asked and number != signal.SIGUSR1
         asked = True
-        process.send_signal(signal.SIGINT if ended else handed_on)
+        hand_on()
 
+    # Before the launcher starts: what ended this process behind that would leave the job to itself.
     before = {number: signal.signal(number, ask) for number in _ASKING}
     try:
+        process = subprocess.Popen(command.words, env=environment, stdin=stdin, text=True, start_new_session=True)
+        if asked:
+            hand_on()
         process.communicate(command.script)
     finally:
         for number, handler in before.items():

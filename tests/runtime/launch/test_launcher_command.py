@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from hethub.runtime.launch.launcher_environment import LaunchInfo
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.network import TOKEN_VARIABLE
+from tests.support.command import Running
 
 JOB = Path("job.yaml")
 TWO_MAKERS = ClusterSpec.model_validate(
@@ -204,3 +206,23 @@ def test_doctor_says_what_is_there_and_what_to_do() -> None:
     assert "lo 127.0.0.1" in findings["interfaces"].found
     assert all(finding.remedy for finding in findings.values() if finding.state == "missing")
     json.dumps([finding.to_dict() for finding in findings.values()], allow_nan=False)
+
+
+# What runs it is told to end as soon as there is a launcher, which can be told from the outside only by luck.
+TOLD_AT_ONCE = """
+import os, signal, subprocess
+from hethub.runtime.launch.launcher_command import Command, run_here
+
+class ToldAtOnce(subprocess.Popen):
+    def __init__(self, *words, **how):
+        super().__init__(*words, **how)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+subprocess.Popen = ToldAtOnce
+print(run_here([Command(words=("sleep", "600"))]))
+"""
+
+
+def test_a_launcher_is_not_left_behind_by_who_is_told_to_end_right_then(tmp_path):
+    ended = Running([sys.executable, "-P", "-c", TOLD_AT_ONCE], tmp_path, {}).end(patience_seconds=5)
+    assert (ended.exit_code, ended.stdout) == (0, f"{-signal.SIGTERM}\n"), ended.stderr
