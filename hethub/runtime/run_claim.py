@@ -92,8 +92,8 @@ class RunClaim:
             "host": socket.gethostname(), "pid": os.getpid(), "started_ticks": started_ticks(os.getpid()),
             "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         }  # fmt: skip
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(record).encode(), 0)
+        # Written over, not emptied first: where this process ends in between, the next one still sees that a job was here.
+        os.ftruncate(descriptor, os.pwrite(descriptor, json.dumps(record).encode(), 0))
         return note
 
     def release(self, *, ended_well: bool = True) -> None:

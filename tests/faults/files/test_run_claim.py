@@ -59,6 +59,24 @@ def test_the_second_comer_is_told_the_owner_and_a_dead_one_is_followed(
     assert not run.exists() or not list(run.iterdir())
 
 
+CUT_OFF = """
+import os, sys
+from pathlib import Path
+from hethub.runtime.run_claim import RunClaim
+setattr(os, sys.argv[2], lambda *_: os._exit(9))
+RunClaim().take(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate"])
+def test_a_dead_owner_is_known_by_a_claim_that_was_cut_off(call: str, tmp_path: Path) -> None:
+    (tmp_path / OWNER).write_text("{}")
+    assert subprocess.run([sys.executable, "-P", "-c", CUT_OFF, tmp_path, call], check=False).returncode == 9
+    with RunClaim() as claim:
+        claim.take(tmp_path)
+        assert claim.took_over
+
+
 def test_jobs_of_one_second_have_folders_of_their_own(holder: "subprocess.Popen[str]", tmp_path: Path) -> None:
     with RunClaim() as second, RunClaim() as third:
         assert second.take_new(tmp_path / "run") == tmp_path / "run-2"
