@@ -9,6 +9,7 @@ from typing import Any
 from hethub.communicator import Rendezvous
 from hethub.runtime.checkpoint import newest_marker
 from hethub.runtime.launch.consensus import broadcast
+from hethub.runtime.launch.launcher_environment import is_restarted
 from hethub.runtime.run_folder import AUTO, RunFolder, run_folders, with_whole_paths
 from hethub.spec.base import build
 from hethub.spec.documents import read_yaml
@@ -19,8 +20,6 @@ _log = logging.getLogger(__name__)
 
 _LOOKING_SECONDS = 600.0  # how long the other ranks wait for rank 0, whose file system may be slow
 
-# What torchrun and Slurm say to a job that they start again.
-_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 # Where files lie may differ between machines: checkpoints and data say themselves whether they are the same.
 _PLACES = {"path", "tokenizer"}
 # What else of a job may change: where and how it runs, and how long; not what is trained.
@@ -32,14 +31,24 @@ _MUST_STAY = ("train.seed", "train.seq_len", "train.precision")
 
 def goes_on_by_itself(resume: Path | None, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this start takes up what the one before it left: asked for, or because a launcher starts it again."""
-    restarted = any(environment.get(name, "0").strip() not in ("", "0") for name in _RESTARTS)
+    return _goes_on(resume, restarted=is_restarted(environment))
+
+
+def _goes_on(resume: Path | None, *, restarted: bool) -> bool:
     return resume == AUTO or (resume is None and restarted)
 
 
 def folder_to_resume(
-    meeting: Rendezvous, job: Job, run_dir: Path | None, resume: Path | None, *, accept_changes: bool = False
+    meeting: Rendezvous,
+    job: Job,
+    run_dir: Path | None,
+    resume: Path | None,
+    *,
+    restarted: bool,
+    accept_changes: bool = False,
 ) -> Path | None:
-    """The run folder to go on in, the same on all ranks; None for a new run.
+    """The run folder to go on in, the same on all ranks; None for a new run. `restarted`: a launcher has started any of
+    the ranks again.
 
     `auto`: `run_dir`, where that is named and has a checkpoint, else as `newest_run` says.
     """
@@ -48,7 +57,7 @@ def folder_to_resume(
         folder = newest_run(job, accept_changes=accept_changes) if run_dir is None else _newest([run_dir])
         return None if folder is None else str(folder)
 
-    if not goes_on_by_itself(resume):
+    if not _goes_on(resume, restarted=restarted):
         return resume
     found = broadcast(meeting, "resume", newest, patience_seconds=_LOOKING_SECONDS)
     return None if found is None else Path(found)

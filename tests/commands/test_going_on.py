@@ -89,6 +89,20 @@ def test_which_starts_go_on_by_themselves():
     assert not goes_on_by_itself(Path("runs/mine"), {"SLURM_RESTART_COUNT": "1"})
 
 
+def test_ranks_go_on_where_any_of_them_was_started_again(tmp_path):
+    """A torchrun that takes another's place, or follows it into a new round, counts no restart of its own ranks."""
+    job = write_pair_job(tmp_path / "job", communicator={"timeout_seconds": 20})
+    ended = ranks(2, "train", job, "--set", "train.steps=2", cwd=tmp_path)
+    assert [each.exit_code for each in ended] == [0, 0], ended[0].stderr
+    ended = ranks(2, "train", job, cwd=tmp_path, hook=started_again)
+    assert [each.exit_code for each in ended] == [0, 0], ended[0].stderr
+    assert "resumed behind step 2" in ended[0].stdout
+
+
+def started_again(rank):
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
+
+
 def test_a_changed_job_is_refused_key_by_key_unless_it_is_accepted(job, tmp_path):
     assert train(job, "--run-dir", "run", "--set", "train.steps=4", cwd=tmp_path).exit_code == 0
     before = (tmp_path / "run" / "job.yaml").read_text()

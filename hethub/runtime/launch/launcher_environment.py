@@ -82,6 +82,15 @@ def is_first_rank(environment: Mapping[str, str] = os.environ) -> bool:
     return launcher == "alone" or environment.get(_RANK[launcher], "0") == "0"
 
 
+# What torchrun and Slurm say to a job that they start again.
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
+def is_restarted(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher has started this rank before; torchrun's agents, one on each node, count by themselves."""
+    return any(environment.get(name, "0").strip() not in ("", "0") for name in _RESTARTS)
+
+
 @functools.cache
 def launcher_of(process: int) -> int:
     """What started this process, `process`, as it was when this was first asked: commands ask before they import torch, for

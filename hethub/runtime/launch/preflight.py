@@ -13,7 +13,7 @@ from hethub.communicator.joining.versions import Software, check_same
 from hethub.kernels.device import Device
 from hethub.runtime.json_hash import json_hash
 from hethub.runtime.launch.consensus import all_gather, consensus
-from hethub.runtime.launch.launcher_environment import LaunchInfo
+from hethub.runtime.launch.launcher_environment import LaunchInfo, is_restarted
 from hethub.runtime.memory.host_limit import host_memory_bytes
 from hethub.spec.accelerator import AcceleratorSpec, catalogue
 from hethub.spec.base import Source, build
@@ -35,6 +35,7 @@ class Facts(Software):
     tokens: str
     host_memory_bytes: int | None = None  # that ranks of the host may use together
     compute_units: int | None = None  # of the device, None on a CPU
+    restarted: bool = False  # its launcher has started it before
 
     @property
     def where(self) -> str:
@@ -58,7 +59,7 @@ def own_facts(info: LaunchInfo, device: Device, *, read: Any = None, tokens: str
         rank=info.rank, host=socket.gethostname(), local_rank=info.local_rank, vendor=device.vendor, device=device.name,
         memory_bytes=device.memory_bytes(), job="" if read is None else json_hash(read), tokens=tokens,
         host_memory_bytes=host_memory_bytes(), compute_units=device.compute_units(), library=device.native_library,
-        **Facts.versions(),
+        restarted=is_restarted(), **Facts.versions(),
     )  # fmt: skip
 
 
