@@ -42,7 +42,7 @@ def look_up(key: str, size: int, seconds: float) -> Answer | None:
 
 def _ask(what: str, key: str, text: str, size: int, *, seconds: float) -> Answer | None:
     # The text may be a secret, which does not belong on a command line that other users can see.
-    request = json.dumps([what, key, text, size, seconds])
+    request = json.dumps([os.getpid(), what, key, text, size, seconds])
     environment = {name: value for name, value in os.environ.items() if name != "OMPI_COMM_WORLD_RANK"}
     try:
         done = subprocess.run(
@@ -108,7 +108,9 @@ class _Client:
 
 def _main() -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank that dies takes its helper with it
-    what, key, text, size, seconds = json.load(sys.stdin)
+    rank, what, key, text, size, seconds = json.load(sys.stdin)
+    if os.getppid() != rank:  # it has died before that was asked for, and mpirun would wait for this process
+        return _NO_PMIX
     try:
         client = _Client()
     except OSError:
