@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -12,7 +13,7 @@ from hethub.communicator import World
 from hethub.predictor.cost.profile import ProfileSpec, assumed_speeds
 from hethub.predictor.pipeline.timeline import Span
 from hethub.runtime.checkpoint import CheckpointManager
-from hethub.runtime.loop.build import make_trainer
+from hethub.runtime.loop.build import BUILDING_SECONDS, make_trainer
 from hethub.runtime.loop.display import TrainingDisplay
 from hethub.runtime.loop.plan import Planned
 from hethub.runtime.loop.read import Data
@@ -328,6 +329,8 @@ class TrainingLoop(StepLoop):
         self.planned = replace(self.planned, layout=layout, prediction=prediction)
         self.trainer = make_trainer(layout, self.world, self.job, data.training, pace.on(layout))
         self.trainer.restore(self.store, self.store.path_of(step))
+        # Ranks read unequal amounts; in a step they would wait for the slowest of them no longer than for a message.
+        self.world.all_gather_objects(None, timedelta(seconds=BUILDING_SECONDS))
         self._replanner.follow(layout)
         self._begun, self._spans, self._seconds, self._paces = step, [], [], []
         self._say(f"step {step}: goes on under a new plan, predicted {found['step_seconds']:.4g} s a step", display)

@@ -1,6 +1,7 @@
 """A rank slower than planned is named, with what a new plan would bring; and the run goes on under it exactly."""
 
 import json
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from hethub.predictor import LayerCost
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
+from hethub.runtime.checkpoint import CheckpointManager
 from hethub.runtime.loop import replanning
 from hethub.runtime.loop.replanning import Replanner
 from hethub.runtime.loop.trainer import Trainer
@@ -248,6 +250,25 @@ def test_the_new_plan_gives_the_slow_rank_less(replanned):
 def test_a_trainer_is_gone_before_the_next_is_built(replanned):
     ended, _ = replanned
     assert "built beside 0 of 6" in ended.stdout  # after the emulation's trial and the plan at the start
+
+
+def restores_slowly(rank):
+    """Rank 1 reads the checkpoint for longer than ranks wait for a message."""
+    load = CheckpointManager.load
+
+    def slowly(*arguments):
+        if rank == 1:
+            time.sleep(15)
+        return load(*arguments)
+
+    CheckpointManager.load = slowly
+
+
+def test_a_rank_that_restores_for_long_is_waited_for(tmp_path):
+    path = job(tmp_path / "job", {1: 2.0}, replan="auto", communicator={"timeout_seconds": 8})
+    ended = ranks(2, "train", path, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=restores_slowly)
+    assert [end.exit_code for end in ended] == [0, 0], ended[0].stderr
+    assert "goes on under a new plan" in ended[0].stdout
 
 
 @pytest.mark.slow
