@@ -37,6 +37,11 @@ class Stream:
                 f"{self.seq_len + 1:,}; give more text or shorten train.seq_len."
             )
         self._check_vocab(self.max_token)
+        if self.trained is not None and not self.trained[1:].any():
+            raise BadInput(
+                f"{self.name}: no message in it has the role `assistant`, whose turns alone are learnt, so there is nothing to learn. "
+                "Give the answers that role, or name another file."
+            )
 
     @property
     def num_tokens(self) -> int:

@@ -137,6 +137,15 @@ def test_a_broken_conversation_is_named(tmp_path: Path, chat: Any, words: str) -
         opened(tmp_path, [CHAT, chat])
 
 
+def test_conversations_without_a_turn_of_the_assistant_are_refused(tmp_path: Path) -> None:
+    """As where the answers have another role: nothing would be learnt, and every loss be 0."""
+    save_tokenizer(tmp_path)
+    renamed = [{**message, "role": "gpt" if message["role"] == "assistant" else message["role"]} for message in CHAT]
+    with pytest.raises(BadInput, match=r"chats\.jsonl: no message in it has the role `assistant`"):
+        opened(tmp_path, [renamed, renamed])
+    assert opened(tmp_path, [renamed, CHAT]).valid_tokens(0, 8)
+
+
 def test_a_template_that_does_not_do_is_named(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, template=None)
     with pytest.raises(BadInput, match=r"needs a chat template, and the tokenizer tokenizer\.json has none"):
