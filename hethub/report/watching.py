@@ -15,7 +15,7 @@ from hethub.runtime.run_folder import SETTLING_STEPS, RunFolder
 from hethub.spec.base import build
 from hethub.spec.documents import read_yaml
 from hethub.spec.errors import BadInput
-from hethub.spec.job import JobSpec
+from hethub.spec.job import PYTHON, JobSpec
 
 RECENT = 20  # steps whose median counts
 LAST_LINES = 5  # of log.txt
@@ -37,7 +37,8 @@ def look(path: Path) -> Seen:
     state, goes_on = _state(path)
     lines = [f"{path}: {state}"]
     if rows:
-        lines += _progress(rows, job.train.steps, folder.metrics.stat().st_mtime if goes_on else None)
+        written = folder.metrics.stat().st_mtime if goes_on else None
+        lines += _progress(rows, job.train.steps, written, _items(path, job))
     names = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
     steps = sorted(int(name) for name in names if name.isdigit())
     lines.append(f"checkpoints: {', '.join(f'step {step}' for step in steps) if steps else 'none yet'}")
@@ -63,14 +64,25 @@ def _state(path: Path) -> tuple[str, bool]:
     return f"process {pid} on {host} runs it since {since}", True
 
 
-def _progress(rows: list[dict[str, Any]], last: int, written: float | None) -> list[str]:
+def _items(path: Path, job: JobSpec) -> str:
+    """What a rate of the run counts: samples where a module brings batches of its own."""
+    if not job.model.startswith(PYTHON):
+        return "tokens"
+    try:
+        predicted = json.loads((path / "prediction.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "tokens"
+    return "samples" if predicted.get("tokens_per_second") is None else "tokens"
+
+
+def _progress(rows: list[dict[str, Any]], last: int, written: float | None, items: str) -> list[str]:
     newest, seconds = rows[-1], median(settled_seconds(rows)[-RECENT:])
     predicted = newest.get("predicted_step_seconds")
     loss = "overflow" if newest.get("loss") is None else f"{newest['loss']:.4f}"
     beside = "" if not predicted else f", predicted {predicted:.4g} s"
     lines = [f"step {newest['step']} of {last}: loss {loss}, {seconds:.4g} s a step{beside}"]
     if tokens := newest.get("tokens"):
-        lines[0] += f", {tokens / seconds:,.0f} tokens/s"
+        lines[0] += f", {tokens / seconds:,.0f} {items}/s"
     if written is not None and newest["step"] < last:
         left = (last - newest["step"]) * seconds
         lines.append(f"last step {time.time() - written:.0f} s ago; about {left / 3600:.1f} hours left")

@@ -307,6 +307,16 @@ def test_watch_says_how_far_a_run_is_and_who_runs_it(tmp_path, capsys):
     assert run(["watch", str(tmp_path / "nowhere")]) == 2
 
 
+def test_watch_counts_what_the_run_counts(tmp_path, capsys):
+    """Samples, where a module brings batches of its own."""
+    write_job(tmp_path, model_name="python:net:make", plan="hap")
+    row = {"step": 2, "loss": 3.25, "tokens": 256, "step_seconds": 0.5, "predicted_step_seconds": 0.4}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    for predicted, words in ((None, "512 samples/s"), (640.0, "512 tokens/s")):
+        (tmp_path / "prediction.json").write_text(json.dumps({"tokens_per_second": predicted}))
+        assert words in printed(capsys, "watch", tmp_path, "--once")
+
+
 def test_watch_reads_the_last_lines_only(tmp_path, capsys, monkeypatch):
     write_job(tmp_path, eval={"every_steps": 30, "batches": 1, "data": {"source": "python-stdlib"}})
     rows = [{"step": n, "loss": 3.0, "step_seconds": 0.5, "tokens": 1} for n in range(1, 100)]
