@@ -27,7 +27,7 @@ from hethub.runtime.run_claim import RunClaim
 from hethub.runtime.run_folder import RunFolder
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
-from hethub.spec.job import Job
+from hethub.spec.job import DataSpec, Job
 from hethub.spec.program import (
     ProgramFor,
     ProgramPlanSpec,
@@ -134,6 +134,15 @@ def _make(job: Job | BadInput, info: LaunchInfo) -> _Made:
             "alone."
         )
     return _Made(job, device, subject)
+
+
+def _unread(job: Job) -> list[str]:
+    """What to say of data that the job names beside a module that brings batches of its own."""
+    if job.spec.data == DataSpec():
+        return []
+    return [
+        f"data is not read: model {job.spec.model} brings batches of its own; return the module alone to train on data"
+    ]
 
 
 def _open(made: _Made, data: Data | None, info: LaunchInfo) -> _Opened:
@@ -265,9 +274,8 @@ class _Loop(StepLoop):
 
     def run(self) -> ProgramSummary | None:
         """Trains up to the job's last step, or until a signal asks to save and exit."""
-        step, stopped = self._train(
-            [*([] if self.data is None else self.data.warnings), *self._agreed.warnings], self._planned.notes
-        )
+        read = _unread(self.job) if self.data is None else self.data.warnings
+        step, stopped = self._train([*read, *self._agreed.warnings], self._planned.notes)
         if not (self._losses and self._speaks):
             return None
         return ProgramSummary(**self._ended(step, stopped), items=self.items, items_per_step=self.trainer.num_items)

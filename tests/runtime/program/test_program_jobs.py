@@ -152,6 +152,12 @@ def test_a_module_from_yaml_trains_as_in_one_process_and_saves_whole_tensors(tra
         torch.testing.assert_close(saved[f"weights/{name}"], value, rtol=1e-9, atol=1e-12)
 
 
+def test_data_beside_batches_of_its_own_is_said_to_be_unread(trained: tuple[Path, Path]) -> None:
+    job, run_folder = trained
+    assert load_job(job).spec.data.path == "text.txt"
+    assert "data is not read: model python:" in (run_folder / "log.txt").read_text()
+
+
 def test_a_resumed_run_goes_on_bit_for_bit(trained: tuple[Path, Path], tmp_path: Path) -> None:
     job, whole = trained
     shutil.copytree(whole, tmp_path / "run")
