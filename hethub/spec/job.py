@@ -132,9 +132,8 @@ class TrainSpec(Spec):
     """The mathematics of training; none of it depends on the plan."""
 
     steps: Count = 60  # optimizer steps in all
-    global_batch: Annotated[int, Field(ge=1, le=10_000_000)] = (
-        16  # sequences; beyond, microbatches are too many to plan
-    )
+    # sequences; beyond, microbatches are too many to plan
+    global_batch: Annotated[int, Field(ge=1, le=10_000_000)] = 16
     seq_len: Count = 128  # tokens of a sequence
     precision: Precision = "fp32"  # of computing; masters are kept in fp32 beside half precisions
     compile: bool | None = None  # a layer's small operations, by Inductor; null: on devices, not on CPUs
@@ -165,13 +164,9 @@ class TrainSpec(Spec):
         return data
 
     @model_validator(mode="after")
-    def _constant_has_no_decay(self) -> "TrainSpec":
+    def _rate_falls(self) -> "TrainSpec":
         if self.schedule == "constant" and self.decay_steps is not None:
             raise ValueError("decay_steps goes with a schedule that falls; schedule constant has none. Remove it.")
-        return self
-
-    @model_validator(mode="after")
-    def _lr_falls(self) -> "TrainSpec":
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr} exceeds lr {self.lr}; the schedule falls from lr to min_lr.")
         return self
@@ -233,9 +228,8 @@ class LogSpec(Spec):
     every_steps: Count = 1  # a line on the terminal and in log.txt for so many
     tensorboard: bool = False  # events in the run folder
     wandb: str | None = None  # the project at Weights & Biases
-    profile_steps: tuple[Count, Count] | None = (
-        None  # the first and last step that torch.profiler traces, on every rank
-    )
+    # the first and last step that torch.profiler traces, on every rank
+    profile_steps: tuple[Count, Count] | None = None
 
     @model_validator(mode="after")
     def _profile_ascends(self) -> "LogSpec":
@@ -345,8 +339,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
             f"{model.max_seq_len} tokens; shorten train.seq_len or choose a model with a larger max_seq_len."
         )
     cluster = None if spec.cluster == "detect" else load_cluster(path.parent / spec.cluster)
-    if cluster is not None:
-        _check_slowdown(spec.rehearsal, cluster, source)
+    _check_emulation(spec.rehearsal, cluster, source)
     return Job(spec=spec, described=model, cluster=cluster, path=path)
 
 
@@ -369,11 +362,18 @@ def _with_tokenizers(spec: JobSpec, base: Path, source: Source) -> JobSpec:
     return spec.replace(data=data, eval=evaluation) if (data, evaluation) != (spec.data, spec.eval) else spec
 
 
-def _check_slowdown(rehearsal: EmulationSpec, cluster: ClusterSpec, source: Source) -> None:
-    if strangers := [rank for rank in rehearsal.slowdown if rank >= cluster.size]:
+def _check_emulation(rehearsal: EmulationSpec, cluster: ClusterSpec | None, source: Source) -> None:
+    if cluster is not None and (strangers := [rank for rank in rehearsal.slowdown if rank >= cluster.size]):
         raise BadInput(
             f"{source.at(('rehearsal', 'slowdown'))} names rank {strangers[0]}, but cluster '{cluster.name}' has "
             f"{cluster.size} accelerators; name ranks from 0 to {cluster.size - 1}."
+        )
+    given = next((key for key, value in rehearsal.to_dict().items() if value), None)
+    if given is not None and (cluster is None or not cluster.emulated):
+        whose = "the ranks' own, by cluster: detect," if cluster is None else f"of cluster '{cluster.name}'"
+        raise BadInput(
+            f"{source.at(('rehearsal', given))} is for clusters marked `emulated: true`; accelerators {whose} run at their own speed. "
+            "Remove it, or name such a cluster."
         )
 
 

@@ -156,6 +156,14 @@ CASES = {
         {"rehearsal": {"slowdown": {9: 2}}},
         ["job.yaml, line", "rehearsal.slowdown names rank 9", "4 accelerators", "0 to 3"],
     ),
+    "a slowdown of accelerators that are not emulated": (
+        {"rehearsal": {"slowdown": {0: 2}}},
+        ["job.yaml, line", "rehearsal.slowdown is for clusters marked `emulated: true`", "of cluster"],
+    ),
+    "a time scale of what the ranks find": (
+        {"rehearsal": {"time_scale": 2}, "cluster_name": "detect"},
+        ["rehearsal.time_scale is for clusters marked `emulated: true`", "cluster: detect"],
+    ),
     "an unknown relay": ({"communicator": {"relay": "carrier-pigeon"}}, ["communicator.relay", "carrier-pigeon"]),
 }
 

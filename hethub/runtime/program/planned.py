@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hethub.runtime.program.subject import Subject
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
-from hethub.spec.job import STRATEGIES, ConstraintsSpec, Job
+from hethub.spec.job import STRATEGIES, ConstraintsSpec, EmulationSpec, Job
 from hethub.spec.program import ProgramFor, ProgramPlanSpec
 from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.graph import Graph
@@ -43,6 +43,7 @@ def check_plannable(job: Job) -> None:
         "measure": spec.measure == "always",
         "replan": spec.replan == "auto",
         "train.compile": spec.train.compile,
+        "rehearsal": spec.rehearsal != EmulationSpec(),
     }
     for name, given in wanted.items():
         if given:

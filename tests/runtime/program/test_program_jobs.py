@@ -287,6 +287,10 @@ def test_a_module_that_is_not_there_and_other_strategies_are_refused(
     ):
         assert run(["plan", str(job), "--set", change]) == 2
         assert word in capsys.readouterr().err
+    cluster = yaml.safe_load((job.parent / "cluster.yaml").read_text())
+    write_yaml(job.parent / "emulated.yaml", {**cluster, "emulated": True})
+    assert run(["plan", str(job), "--set", "cluster=emulated.yaml", "--set", "rehearsal.slowdown={0: 2}"]) == 2
+    assert "rehearsal is for plans of layers" in capsys.readouterr().err
     for command in ("plan", "predict"):
         assert run([command, str(job), "--calibrate", "nowhere.csv"]) == 2
         assert "--calibrate are for plans of layers" in capsys.readouterr().err
