@@ -75,8 +75,12 @@ def read_bytes(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> byte
         raise BadInput(
             f"{path}: there is no such {what}. Check the path; one that a file names is relative to that file."
         ) from None
+    except IsADirectoryError:
+        raise BadInput(f"{path}: this is a folder; name a {what} here, the one in it perhaps.") from None
     except OSError as error:
-        raise BadInput(f"{path}: the {what} cannot be read: {error}.") from None
+        raise BadInput(
+            f"{path}: the {what} cannot be read ({error.strerror}). Allow this user to read it, or name another."
+        ) from None
     if len(content) > most_bytes:
         raise BadInput(f"{path}: the {what} is longer than {most_bytes:,} bytes, so it is none. Check the path.")
     return content
