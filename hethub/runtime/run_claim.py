@@ -44,7 +44,8 @@ class RunClaim:
             return self._take(folder, made)
         except OSError as error:
             raise BadInput(
-                f"{folder}: this rank cannot write there ({error.strerror}). Choose another run folder (--run-dir)."
+                f"{folder}: this rank cannot write there ({error.strerror}). Choose another run folder (--run-dir), or "
+                "allow it; a run can also go on in a copy (--resume COPY)."
             ) from None
 
     def take_new(self, folder: Path) -> Path:

@@ -21,7 +21,10 @@ def require_shared(folder: Path, world: World, patience_seconds: float = 10.0) -
     fault = _write_probe(folder, token) if world.rank == 0 else None
     token, fault = world.all_gather_objects((token, fault))[0]
     if fault is not None:
-        raise BadInput(f"checkpoints go to {folder}, but rank 0 {fault}. Choose another run folder (--run-dir).")
+        raise BadInput(
+            f"checkpoints go to {folder}, but rank 0 {fault}. Choose another run folder (--run-dir), or allow it; a run can also go on "
+            "in a copy (--resume COPY)."
+        )
     fault = _look(folder, token, world.rank, patience_seconds)
     answers = world.all_gather_objects((socket.gethostname(), fault))
     if world.rank == 0:

@@ -143,6 +143,8 @@ def spoilt(folder: Path, how: str) -> Path:
 
 @pytest.mark.parametrize("how", ["a link", "a folder", "below a file"])
 def test_a_folder_that_cannot_be_claimed_is_named(how: str, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"this rank cannot write there \(.*\)\. Choose another run folder"):
+    with pytest.raises(
+        BadInput, match=r"this rank cannot write there \(.*\)\. Choose another run folder .*\(--resume COPY\)"
+    ):
         RunClaim().take(spoilt(tmp_path, how))
     assert not (tmp_path / "elsewhere").exists()
