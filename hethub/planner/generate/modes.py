@@ -63,7 +63,8 @@ def propose(
     problem: Problem, costs: Estimator, cuts: Iterable[Candidate], limit_seconds: float = float("inf")
 ) -> Iterator[Candidate]:
     """The cuts in every mode that may be worth it, with smaller microbatches where they need more memory than there
-    is; none that computes as long as the limit, or as the shortest estimate so far."""
+    is; none that computes as long as the limit, or as the shortest estimate so far, nor of a cut that takes as long in the
+    cheapest mode by estimate."""
     lines = [
         _Line(candidate, recompute, pattern)
         for candidate in cuts
@@ -73,11 +74,15 @@ def propose(
     ]
     shortest, ladder = limit_seconds, rungs(problem)
     reached: dict[_Line, list[Rung]] = {line: [] for line in lines}
+    cheapest = dict.fromkeys(lines, 0.0)  # what a line takes in the first mode, which others only lengthen
     for rung in dict.fromkeys((ladder[0], ladder[-1], *ladder)):  # where the last is not enough, nothing is
+        reached = {line: below for line, below in reached.items() if cheapest[line] < shortest}
         asked = {line.at(rung, problem): line for line, below in reached.items() if not any(map(rung.is_beyond, below))}
         costs.bound(asked)
         asked = {candidate: line for candidate, line in asked.items() if costs.least(candidate) < shortest}
         costs.estimate(asked)
+        if rung == ladder[0]:
+            cheapest = dict.fromkeys(lines, float("inf")) | {asked[own]: costs.seconds(own) for own in asked}
         fitting = [candidate for candidate in asked if costs.likely_fits(candidate)]
         short = [candidate for candidate in asked if not costs.likely_fits(candidate)]
         smaller = {candidate: fitted(candidate, costs) for candidate in short}
