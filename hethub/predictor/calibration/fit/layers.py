@@ -55,15 +55,3 @@ def product_parameters(products: list[ProductRow]) -> list[Parameter]:
     names = sorted({f"{row.accelerator.name} fp16" for row in products})
     found = [Parameter("accelerators", key, "log_matmul", 0.0, 0.3, False) for key in names]
     return [*found, common("fp8_matmul", 0.95, 0.1)] if found else []
-
-
-def cross_validate(base: Constants, rows: list[LayerRow], folds: dict[str, int], key: str) -> np.ndarray:
-    """Predicted seconds (2, rows) of each row by a fit without its fold; `key` is the row's attribute that folds
-    name."""
-    predicted = np.zeros((2, len(rows)))
-    of_row = np.array([folds[row.group if key == "group" else row.accelerator.name] for row in rows])
-    for fold in sorted(set(folds.values())):
-        inside = np.flatnonzero(of_row == fold)
-        constants = fit_layers(base, [rows[i] for i in np.flatnonzero(of_row != fold)])
-        predicted[:, inside] = LayerTable.of([rows[i] for i in inside]).predict(constants)
-    return predicted
