@@ -29,7 +29,7 @@ from benchmarks.quotas import measured_rows
 from hethub.planner import plan
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
-from hethub.predictor import layer_rates, predict
+from hethub.predictor import LayerCost, predict
 from hethub.predictor.memory.ranks import RankMemory, rank_memory
 from hethub.report.drawing import stacked
 from hethub.spec.accelerator import AcceleratorSpec
@@ -170,7 +170,7 @@ def makers(bench: Bench) -> None:
 
 
 def layer_seconds(accelerator: AcceleratorSpec) -> float:
-    return layer_rates(MODEL, accelerator, SEQ_LEN, PRECISION, (8,))[8, 1]
+    return LayerCost(MODEL, accelerator, SEQ_LEN, PRECISION).layer(8).total / 8
 
 
 def poplar(bench: Bench) -> None:

@@ -4,8 +4,8 @@ Start reading: predict.py, then memory/ranks.py.
 May import: spec.
 """
 
-from hethub.predictor.cost.layer import LayerCost, layer_rates
+from hethub.predictor.cost.layer import LayerCost
 from hethub.predictor.memory.ranks import RankMemory, check_memory, rank_memory
 from hethub.predictor.predict import Prediction, predict
 
-__all__ = ["LayerCost", "Prediction", "RankMemory", "check_memory", "layer_rates", "predict", "rank_memory"]
+__all__ = ["LayerCost", "Prediction", "RankMemory", "check_memory", "predict", "rank_memory"]

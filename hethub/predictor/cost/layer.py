@@ -222,17 +222,3 @@ class LayerCost:
         """
         sizes = {max_samples} | {1 << i for i in range(max_samples.bit_length())}
         return max(size / self.layer(size).total for size in sizes)
-
-
-def layer_rates(
-    model: ModelSpec,
-    accelerator: AcceleratorSpec,
-    seq_len: int,
-    precision: Precision,
-    micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16),
-    tps: tuple[int, ...] = (1,),
-    recompute: Recompute = "none",
-) -> dict[tuple[int, int], float]:
-    """Seconds of forward and backward of one layer per sample, by (micro_batch, tp); compute only."""
-    cost = LayerCost(model, accelerator, seq_len, precision)
-    return {(b, tp): cost.layer(b, tp, recompute).total / b for b in micro_batches for tp in tps}
