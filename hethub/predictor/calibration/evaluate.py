@@ -7,7 +7,7 @@ from hethub.predictor.calibration.sources.training_steps import Case
 from hethub.predictor.cost.constants import Constants
 from hethub.predictor.memory.ranks import rank_memory
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.step import StepTimes, step_times
+from hethub.predictor.pipeline.step import step_times
 
 
 class Outcome(NamedTuple):
@@ -18,19 +18,18 @@ class Outcome(NamedTuple):
     bytes: int
     fits: bool
     micro_batch: int
-    times: StepTimes
 
 
 def evaluate(case: Case, constants: Constants) -> Outcome:
     """The prediction for a case; of several plans the fastest that fits, else the fastest."""
     tried = []
     for layout in case.layouts:
-        times = step_times(layout, PlanCosts(layout, case.software, constants))
+        seconds = step_times(layout, PlanCosts(layout, case.software, constants)).seconds
         used = rank_memory(layout, case.software)
         fits = all(entry.fits(0.0) for entry in used)
         size = layout.stages[0].replicas[0].micro_batch
         most = max(entry.bytes for entry in used)
-        tried.append((not fits, times.seconds, Outcome(times.seconds, most, fits, size, times)))
+        tried.append((not fits, seconds, Outcome(seconds, most, fits, size)))
     return min(tried, key=lambda entry: entry[:2])[2]
 
 
