@@ -75,7 +75,6 @@ class DeviceProfile(Spec):
     parts: tuple[PartTiming, ...] = ()
     optimizer_seconds_per_parameter: Positive | None = None
     optimizer_factor: Positive = 1.0  # of that, or of the estimate, as a run has shown
-    memory_bytes: Annotated[int, Field(ge=0)] | None = None  # reserved by the framework before anything is built
     largest_micro_batch: Count | None = None  # of samples, all layers of the model on one rank; None: not looked for
 
     def slower(self, factor: float, name: str | None = None, *, optimizer: float | None = None) -> "DeviceProfile":
