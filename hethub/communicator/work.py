@@ -36,7 +36,6 @@ class Operation:
     group: str
     rank: int
     explainer: Explainer
-    num_bytes: int = 0
 
     def failed(self, error: BaseException, peer: int | None = None) -> Exception:
         """The error to raise for `error`: RunFailed naming the rank behind it, or bad input as it is."""

@@ -157,7 +157,7 @@ class GroupCore(torch_private.GroupBase):
         library = IslandLibrary(native, island, self._rank, device)
         return NativeLegs(self._bridge, library, device, self.context.dispatcher)
 
-    def _operation(self, name: str, tensors: Tensors) -> Operation:
+    def _operation(self, name: str) -> Operation:
         return Operation(name=name, group=self._label, rank=self.context.rank, explainer=self.context)
 
     def _submit(
@@ -202,7 +202,7 @@ class GroupCore(torch_private.GroupBase):
         job = self._behind_what_succeeded(name, job)
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         work = HethubWork(
-            self._operation(name, tensors),
+            self._operation(name),
             tensors,
             self.context.callbacks,
             self._timeout_seconds,

@@ -366,13 +366,13 @@ class HethubGroup(GroupCore):
     # ---- point to point
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> torch_private.WorkBase:
-        return self.point_to_point.send(tensors[0], peer, tag, self._operation("send", tensors))
+        return self.point_to_point.send(tensors[0], peer, tag, self._operation("send"))
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> torch_private.WorkBase:
-        return self.point_to_point.receive(tensors[0], peer, tag, self._operation("recv", tensors))
+        return self.point_to_point.receive(tensors[0], peer, tag, self._operation("recv"))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> torch_private.WorkBase:
-        return self.point_to_point.receive_any(tensors[0], tag, self._operation("recv from any rank", tensors))
+        return self.point_to_point.receive_any(tensors[0], tag, self._operation("recv from any rank"))
 
     # ---- the rest
 

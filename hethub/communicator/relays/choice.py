@@ -79,7 +79,6 @@ class Carriers:
     """The relays to one peer, by size. Both ranks know a message's size, so they take the same one."""
 
     def __init__(self, thresholds: Thresholds, relays: Mapping[str, Relay]) -> None:
-        self.thresholds = thresholds
         self._relays = [(start, relays[name]) for start, name in reversed(thresholds)]
         self._only = self._relays[0][1] if len(self._relays) == 1 else None
 
