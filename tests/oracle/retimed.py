@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.spec.layout.bind import Layout
-from hethub.spec.layout.execution import dependencies, execution_order
 from hethub.spec.schedule.actions import Kind
 from hethub.spec.schedule.microbatches import MicrobatchRange
+from tests.oracle.execution_order import dependencies, execution_order
 
 Place = tuple[int, int]  # stage and replica
 

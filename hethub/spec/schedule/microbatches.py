@@ -1,6 +1,5 @@
 """Microbatches: how a stage's micro-batches lie on the sample axis, and which of two stages share samples."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -122,13 +121,6 @@ def load_alone(replica: ReplicaSpec) -> Load:
     """The load of a replica that is an actor of its own."""
     count = -(-replica.samples // replica.micro_batch)
     return Load(count, replica.samples, min(replica.micro_batch, replica.samples))
-
-
-def overlapping(microbatches: Sequence[MicrobatchRange], samples: Range) -> Sequence[MicrobatchRange]:
-    """Those of `microbatches` (in axis order, without gaps) that share a sample with `samples`."""
-    first = bisect_left(microbatches, samples.start + 1, key=lambda microbatch: microbatch.samples.stop)
-    last = bisect_left(microbatches, samples.stop, key=lambda microbatch: microbatch.samples.start)
-    return microbatches[first:last]
 
 
 def transfers(

@@ -21,9 +21,10 @@ from hethub.predictor.memory.surroundings import PROCESS_BYTES
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import Layout, bind
-from hethub.spec.layout.execution import check_executable, execution_order
+from hethub.spec.layout.execution import check_executable
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ScheduleName
+from tests.oracle.execution_order import execution_order
 
 MODEL = ModelSpec(name="small", layers=8, hidden=256, heads=8, kv_heads=8, ffn=704, vocab=1024, max_seq_len=256)
 

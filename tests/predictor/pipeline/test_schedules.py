@@ -18,8 +18,9 @@ from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import step_times
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
-from hethub.spec.layout.execution import Kind, dependencies, schedule
+from hethub.spec.layout.execution import Kind, schedule
 from hethub.spec.plan import PlanSpec
+from tests.oracle.execution_order import dependencies
 from tests.predictor.plans import LLAMA_8B, TINY, cluster, last_stops, uniform
 from tests.spec.random_plans import any_cases
 

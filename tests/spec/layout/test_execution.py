@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
-from hethub.spec.layout.execution import Action, Kind, actions, dependencies, execution_order, schedule
+from hethub.spec.layout.execution import Action, Kind, actions, schedule
 from hethub.spec.schedule.microbatches import MicrobatchRange
+from tests.oracle.execution_order import dependencies, execution_order
 from tests.spec.random_plans import any_cases, cases
 from tests.spec.schedule.test_in_flight import minimum, with_in_flight
 from tests.support.layouts import MODEL, Case, chunked, replica, stage

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
-from hethub.spec.layout.execution import execution_order
 from hethub.spec.plan import PlanSpec
 from hethub.spec.schedule.in_flight import in_flight_limits
+from tests.oracle.execution_order import execution_order
 from tests.spec.random_plans import cases
 from tests.support.layouts import MODEL, Case, replica, stage
 

@@ -4,11 +4,9 @@ from fractions import Fraction
 from itertools import pairwise
 
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hethub.spec.plan import ReplicaSpec
-from hethub.spec.ranges import Range, overlap
-from hethub.spec.schedule.microbatches import as_one_replica, deal, overlapping, rounds
+from hethub.spec.schedule.microbatches import as_one_replica, deal, rounds
 from tests.spec.random_plans import cases, replica_specs
 from tests.support.layouts import Case
 
@@ -63,15 +61,6 @@ def test_dealing_by_hand() -> None:
     assert [microbatch.replica for microbatch in deal(two).microbatches(0)] == [0, 1, 0, 1, 0, 1]
     short = (ReplicaSpec(ranks=(0,), micro_batch=3, samples=8),)
     assert [tuple(microbatch.samples) for microbatch in deal(short).microbatches(0)] == [(0, 3), (3, 6), (6, 8)]
-
-
-@given(replica_specs(), st.integers(0, 39), st.integers(1, 40))
-def test_overlapping_finds_what_a_scan_finds(replicas: tuple[ReplicaSpec, ...], start: int, size: int) -> None:
-    microbatches = deal(replicas).microbatches(0)
-    samples = Range(start, start + size)
-    assert list(overlapping(microbatches, samples)) == [
-        microbatch for microbatch in microbatches if overlap(microbatch.samples, samples)
-    ]
 
 
 @given(cases())
