@@ -6,11 +6,15 @@ On a GPU with CuPy it measures the compiled kernels and torch's beside them; els
 """
 
 import argparse
+import sys
+from pathlib import Path
 
-from hethub.kernels.bench import Rate, measure
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from hethub.kernels.compiled import kernels_for
 from hethub.kernels.device import choose_device
 from hethub.kernels.reference import TorchKernels
+from tests.support.kernel_rates import Rate, measure
 
 
 def main() -> None:
