@@ -47,11 +47,6 @@ class Device:
         return torch.device("cuda", self.index) if self.is_gpu else torch.device("cpu")
 
     @property
-    def native_backend(self) -> str:
-        """The c10d backend that ranks of this vendor share; "nccl" is RCCL in a ROCm build of torch."""
-        return "nccl" if self.is_gpu else "gloo"
-
-    @property
     def native_library(self) -> str:
         """The library that joins this maker's devices, with the version that this build of torch carries; empty on a CPU."""
         if not self.is_gpu:
