@@ -14,7 +14,6 @@ class Scale:
 
     compute: Mapping[str, float] = field(default_factory=dict)
     memory: float = 1.0
-    memory_bandwidth: float = 1.0
     in_node: float = 1.0
     network: float = 1.0
     bridge: float = 1.0
@@ -59,7 +58,7 @@ def _node(node: NodeSpec, scale: Scale) -> NodeSpec:
     rates = {key: value * compute for key in RATES if (value := getattr(device, key)) is not None}
     accelerator = device.unchecked(
         memory_gb=device.memory_gb * scale.memory,
-        memory_gbytes_per_second=device.memory_gbytes_per_second * scale.memory_bandwidth * compute,
+        memory_gbytes_per_second=device.memory_gbytes_per_second * compute,
         link_gbytes_per_second=device.link_gbytes_per_second * scale.in_node,
         peer_gbytes_per_second=peer and peer * scale.in_node,
         **rates,
