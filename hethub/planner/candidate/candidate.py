@@ -139,7 +139,7 @@ class Candidate:
         """Whether the stages can do what the schedule asks of them: layers for all chunks, and something to put off."""
         if schedule == "zero_bubble" and any(stage.recompute == "full" for stage in self.stages):
             return False
-        if (self.chunks > 1) != (schedule in ("interleaved", "ministages")) and schedule != "ministages":
+        if schedule != "ministages" and (self.chunks > 1) != (schedule == "interleaved"):
             return False
         return self.chunks == 1 or all(stage.layers >= self.chunks for stage in self.stages)
 
