@@ -29,7 +29,7 @@ NEVER = 1 << 40
 
 def position(first: bool, last: bool) -> int:
     """Where a stage is, as an index of a coefficient's last axis."""
-    return ONLY if first and last else FIRST if first else LAST if last else MIDDLE
+    return ENDS.index((first, last))
 
 
 class Mode(NamedTuple):

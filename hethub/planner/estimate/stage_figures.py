@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import CandidateStage, Pattern
-from hethub.planner.estimate.memory_model import FIRST, LAST, ONLY
+from hethub.planner.estimate.memory_model import ENDS
 
 
 class Placed(NamedTuple):
@@ -24,7 +24,7 @@ class Placed(NamedTuple):
     @property
     def ends(self) -> tuple[bool, bool]:
         """Whether it holds the embedding and the head."""
-        return self.place in (FIRST, ONLY), self.place in (LAST, ONLY)
+        return ENDS[self.place]
 
 
 class StageEstimate(NamedTuple):
