@@ -16,7 +16,7 @@ from hethub.predictor.cost.constants import is_cpu, packaged
 from hethub.predictor.cost.layer import LayerCost, PassSeconds
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
-from hethub.predictor.cost.software import HETHUB, element_bytes
+from hethub.predictor.cost.software import HETHUB, element_bytes, gradient_bytes
 from hethub.predictor.memory.parameters import RankParameters, rank_widths
 from hethub.predictor.memory.surroundings import communicator_bytes
 from hethub.spec.model import ModelSpec
@@ -63,7 +63,7 @@ class UnitCosts:
     @property
     def gradient_width(self) -> int:
         """Bytes of a gradient on the wire: fp32 at least."""
-        return max(4, self.width)
+        return gradient_bytes(self.width)
 
     def rate(self, device_type: int, tp: int, samples: int, recompute: Recompute) -> Rate:
         """Seconds per micro-batch of `samples` on a unit of `tp` ranks of the device type."""
