@@ -247,9 +247,9 @@ class StageCosts:
         found = self._options.get(key)
         if found is None:
             modes = [
-                mode
+                self._mode(shape, layers, stage, level, recompute)
                 for level in levels(self.problem, shape[stage])
-                for mode in self._modes(shape, layers, stage, level)
+                for recompute in self.recomputes
             ]
             able = [self._fits(shape[stage], layers[stage], mode, position(*ends)) for mode in modes]
             modes = [limited(mode, fits) for mode, fits in zip(modes, able, strict=True)]
@@ -271,9 +271,6 @@ class StageCosts:
 
             most = [largest_able(partial(holds, own), limit) for own, limit in zip(groups, most, strict=True)]
         return np.arange(self.most + 1) <= np.array(most)[:, None]
-
-    def _modes(self, shape: Shape, layers: Sequence[int], stage: int, zero: int) -> list[Mode]:
-        return [self._mode(shape, layers, stage, zero, recompute) for recompute in self.recomputes]
 
     def _mode(self, shape: Shape, layers: Sequence[int], stage: int, zero: int, recompute: Recompute) -> Mode:
         costs, replicas = self._costs(shape, layers, zero, recompute), range(len(shape[stage]))
