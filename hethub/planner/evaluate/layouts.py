@@ -7,6 +7,7 @@ from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
 from hethub.spec.schedule.in_flight import raised_limits
+from hethub.spec.schedule.microbatches import sizes_of
 
 
 def is_alike(plan: PlanSpec) -> bool:
@@ -14,8 +15,8 @@ def is_alike(plan: PlanSpec) -> bool:
     flight given."""
     if plan.schedule not in ("1f1b", "gpipe") or any(map(plan.runs_in_rounds, range(len(plan.stages)))):
         return False
-    first = [(replica.micro_batch, replica.samples) for replica in plan.stages[0].replicas]
-    if any([(r.micro_batch, r.samples) for r in stage.replicas] != first for stage in plan.stages[1:]):
+    first, *others = {sizes_of(stage.replicas) for stage in plan.stages}
+    if others:
         return False
     return len(set(first)) == 1 or all(r.in_flight for stage in plan.stages for r in stage.replicas)
 

@@ -23,6 +23,7 @@ from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import Place
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import ReplicaSpec
+from hethub.spec.schedule.microbatches import sizes_of
 
 
 class Parts(NamedTuple):
@@ -119,8 +120,7 @@ class PlanCosts:
     @cached_property
     def microbatches_alike(self) -> bool:
         """Whether all stages cut the samples alike, so that replica r talks only to replica r of its neighbours."""
-        first = [(r.micro_batch, r.samples) for r in self.plan.stages[0].replicas]
-        return all([(r.micro_batch, r.samples) for r in stage.replicas] == first for stage in self.plan.stages[1:])
+        return len({sizes_of(stage.replicas) for stage in self.plan.stages}) == 1
 
     @cached_property
     def chains(self) -> tuple[int, ...]:

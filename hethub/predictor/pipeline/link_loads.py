@@ -19,8 +19,7 @@ from hethub.predictor.cost.resources import OF_RANKS, Path, Resource
 from hethub.predictor.memory.parameters import RankWidths, StageParameters, rank_widths
 from hethub.predictor.pipeline.state_costs import StateCosts
 from hethub.spec.layout.bind import Layout
-from hethub.spec.plan import ReplicaSpec
-from hethub.spec.schedule.microbatches import StageOverlap, stage_overlap
+from hethub.spec.schedule.microbatches import StageOverlap, sizes_of, stage_overlap
 
 # Under these all microbatches go forward before any goes backward, so that the two ways never meet.
 FORWARD_FIRST = ("gpipe", "layered", "ministages")
@@ -70,7 +69,7 @@ class LinkLoads:
         found: Counter[tuple[int, int, int]] = Counter()
         for boundary in self.boundaries:
             above, below = (self.layout.stages[stage].replicas for stage in self.stages[boundary])
-            if _sizes(above) == _sizes(below):
+            if sizes_of(above) == sizes_of(below):
                 found.update({(boundary, r, r): replica.samples for r, replica in enumerate(above)})
                 continue
             overlap = stage_overlap(above, below)
@@ -228,10 +227,6 @@ class StateTraffic:
         if self.state.in_rounds(stage) and self.state.layout.plan.schedule == "1f1b":
             again = self.state.layout.loads[stage][0].num_microbatches - self.state.layout.actor_limits[stage][0]
         return (again + 1) * units[-1] + again * units[0]
-
-
-def _sizes(replicas: Sequence[ReplicaSpec]) -> list[tuple[int, int]]:
-    return [(replica.micro_batch, replica.samples) for replica in replicas]
 
 
 def meeting(
