@@ -69,7 +69,12 @@ class NodeSpec(Spec):
     def device(self) -> AcceleratorSpec:
         """The accelerator in full, with the vendor the node gives it."""
         found = self.unnamed_device
-        return found if self.vendor in (None, found.vendor) else found.replace(name=found.name, vendor=self.vendor)
+        return found if self.vendor in (None, found.vendor) else found.replace(vendor=self.vendor)
+
+    @property
+    def usable_memory_bytes(self) -> int:
+        """Of each accelerator, what others do not keep from us."""
+        return self.device.memory_bytes - int(self.reserved_memory_gb * 2**30)
 
     @property
     def gbps(self) -> float | None:

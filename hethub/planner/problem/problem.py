@@ -239,7 +239,7 @@ def _device_type(machines: dict[int, list[Place]]) -> DeviceType:
         accelerator=first.accelerator,
         island=first.island,
         machines=tuple(tuple(place.rank for place in places) for places in machines.values()),
-        memory_bytes=first.accelerator.memory_bytes - int(first.node.reserved_memory_gb * 2**30),
+        memory_bytes=first.node.usable_memory_bytes,
     )
 
 

@@ -81,8 +81,7 @@ class _Node(NamedTuple):
 
     @staticmethod
     def of(node: NodeSpec) -> "_Node":
-        limit = node.device.memory_bytes - int(node.reserved_memory_gb * 2**30)
-        return _Node(node.device.name, is_cpu(node.device), limit)
+        return _Node(node.device.name, is_cpu(node.device), node.usable_memory_bytes)
 
 
 def check_memory(layout: Layout, reserve: float = 0.06, software: Software = HETHUB) -> None:
