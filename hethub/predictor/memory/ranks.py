@@ -84,10 +84,10 @@ class _Node(NamedTuple):
         return _Node(node.device.name, is_cpu(node.device), node.usable_memory_bytes)
 
 
-def check_memory(layout: Layout, reserve: float = 0.06, software: Software = HETHUB) -> None:
+def check_memory(layout: Layout, reserve: float = 0.06) -> None:
     """Raises BadInput naming the rank that needs the most over its accelerator's memory, and what fills it, or the node
     whose host memory cannot take what its ranks offload."""
-    used = rank_memory(layout, software)
+    used = rank_memory(layout)
     _check_hosts(layout, used)
     over = [entry for entry in used if not entry.fits(reserve)]
     if not over:
@@ -130,12 +130,7 @@ def _overfull_host(layout: Layout, used: Sequence[RankMemory]) -> tuple[NodeSpec
 def all_fit(layout: Layout, used: Sequence[RankMemory], reserve: float) -> bool:
     """Whether every rank leaves `reserve` of its accelerator's memory free, and every machine's host memory
     suffices."""
-    return all(entry.fits(reserve) for entry in used) and hosts_fit(layout, used)
-
-
-def hosts_fit(layout: Layout, used: Sequence[RankMemory]) -> bool:
-    """Whether every machine's host memory, where it is known, takes what its ranks hold there."""
-    return _overfull_host(layout, used) is None
+    return all(entry.fits(reserve) for entry in used) and _overfull_host(layout, used) is None
 
 
 _REMEDIES = {
