@@ -17,7 +17,6 @@ from hethub.predictor.cost.software import HETHUB
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
-from hethub.spec.program import memory_limits
 from hethub.synthesis.graph import Graph, Operator, Tensor, schema_of
 from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, Rules, State
 from hethub.synthesis.table import RESHAPES, short
@@ -59,11 +58,6 @@ class Costs:
         self._network = Network(cluster)
         self._group = self._network.group(range(cluster.size))
         self._operators: dict[Operator, tuple[np.ndarray, np.ndarray]] = {}
-
-    @cached_property
-    def memory_limits(self) -> list[int]:
-        """Bytes of each rank that a program may use."""
-        return memory_limits(self.cluster)
 
     def operator(self, graph: Graph, operator: Operator) -> tuple[np.ndarray, np.ndarray]:
         """Per rank: seconds of starting the whole operator, and seconds that its whole work takes beside."""

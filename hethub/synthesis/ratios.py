@@ -8,6 +8,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
+from hethub.spec.program import memory_limits
 from hethub.synthesis.costs import Model, Shares
 from hethub.synthesis.program import TRAINING_COPIES, Execution, Living, runs_beside
 from hethub.synthesis.rules import Cut, State
@@ -77,9 +78,9 @@ def _from(
     return best
 
 
-def starts(model: Model, limits: Sequence[float] | None = None) -> list[Shares]:
+def starts(model: Model, limits: Sequence[float] | None) -> list[Shares]:
     """Shares by speed, equal ones, and shares by the memory that ranks may use."""
-    memory = np.array(model.costs.memory_limits if limits is None else limits, dtype=float)
+    memory = np.array(memory_limits(model.costs.cluster) if limits is None else limits, dtype=float)
     return list(dict.fromkeys([by_speed(model), even(model), _proportional(model, memory)]))
 
 

@@ -64,11 +64,6 @@ class Search:
     moments: int = 32  # of each rank, in which what lives is limited after a round
 
 
-def search(model: Model, shares: Shares, limits: Sequence[float] | None = None, options: Search | None = None) -> Found:
-    """As `Problem.search`, of a problem that is asked about once."""
-    return Problem(model).search(shares, limits, options)
-
-
 _OUT_OF_TIME = 1  # scipy's status of a programme that HiGHS left at its time limit
 _REMEDY = "Use a smaller batch, a smaller model, or accelerators with more memory."
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hethub.runtime.memory.allocator import map_large_blocks
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
+from hethub.spec.program import memory_limits
 from hethub.synthesis.capture.trace import trace
-from hethub.synthesis.costs import memory_limits
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.lower import Step
 from hethub.synthesis.planning import plan_graph, pose

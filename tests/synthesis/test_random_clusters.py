@@ -12,7 +12,7 @@ from hethub.synthesis.planning import plan_graph, program_of
 from hethub.synthesis.program import Program
 from hethub.synthesis.ratios import by_speed, even
 from hethub.synthesis.rules import Rules
-from hethub.synthesis.search import Search, search
+from hethub.synthesis.search import Problem, Search
 from tests.support.ranks import run_ranks
 from tests.synthesis.clusters import cluster, random_cluster
 from tests.synthesis.exact import Reference, check, random_shares, reference, train, worst
@@ -32,7 +32,7 @@ def planned(known: Reference, count: int) -> list[Program]:
     for seed in range(SEED, SEED + count):
         model = Model(known.graph, rules, Costs(random_cluster(seed, 2 + seed % 7), "fp64"))
         chosen = (by_speed, even, partial(random_shares, seed=seed))[seed % 3](model)
-        found = search(model, chosen, options=PATIENT)
+        found = Problem(model).search(chosen, options=PATIENT)
         programs.append(program_of(found.execution, is_optimal=found.is_optimal, rounds=1))
     return [*programs, plan_graph(known.graph, cluster([1.0, 0.001, 2.0, 3.0]), PATIENT)]
 

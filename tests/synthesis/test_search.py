@@ -13,9 +13,9 @@ from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.costs import Costs, Model, Shares, move_cost, precision_of, rank_seconds, work
 from hethub.synthesis.planning import baselines, plan_graph, pose
 from hethub.synthesis.program import Execution, Living
-from hethub.synthesis.ratios import alternate, even, fit, rounded, starts
+from hethub.synthesis.ratios import alternate, by_speed, even, fit, rounded
 from hethub.synthesis.rules import WHOLE, Rules, State
-from hethub.synthesis.search import Problem, Search, search
+from hethub.synthesis.search import Problem, Search
 from tests.synthesis.clusters import cluster, random_cluster
 from tests.synthesis.exact import random_program, reference
 
@@ -83,8 +83,8 @@ def joint(model: Model, enough: float) -> float:
 @pytest.mark.parametrize("gbytes", [1e-6, 1e-4, 1.0])
 def test_the_search_finds_what_trying_everything_finds(gbytes: float) -> None:
     model = model_of(Tiny(), (torch.randn(8, 4),), cluster([1.0, 5.0], gbytes=gbytes))
-    shares = starts(model)[0]
-    found = search(model, shares, options=Search(gap=1e-6))
+    shares = by_speed(model)
+    found = Problem(model).search(shares, options=Search(gap=1e-6))
     assert found.is_optimal
     assert found.seconds == pytest.approx(everything(model, shares), rel=1e-5)
 
@@ -96,16 +96,14 @@ def test_ratios_follow_speed_and_a_rank_that_only_delays_gets_nothing() -> None:
     cut = {model.rules.axis_of(number, rule) for number, rule in enumerate(execution.rules)} - {None}
     used = [own for axis, own in enumerate(best.shares) if axis in cut]
     assert all(own[3] == 0 for own in used)
-    by_speed = search(model, starts(model)[0])
-    assert best.seconds <= by_speed.execution.step_seconds
+    assert best.seconds <= Problem(model).search(by_speed(model)).execution.step_seconds
     wide = max(used, key=sum)
     np.testing.assert_allclose(np.array(wide[:3]) / sum(wide), [1 / 6, 2 / 6, 3 / 6], atol=0.05)
 
 
 def test_fitted_ratios_never_cost_more_than_those_they_replace() -> None:
     model = model_of(TwoLayers(), (torch.randn(60, 12),), cluster([1.0, 4.0], gbytes=1e-3))
-    even = starts(model)[1]
-    found = Problem(model).search(even)
+    found = Problem(model).search(even(model))
     better = fit(model, found.execution, None)
     assert better is not None
     assert Execution(model, found.rules, found.kept, better).seconds < found.seconds
@@ -135,7 +133,7 @@ def test_every_rank_keeps_within_its_memory() -> None:
 def test_a_search_without_time_does_not_blame_memory() -> None:
     model = model_of(TwoLayers(), (torch.randn(12, 12),), cluster([1.0, 2.0]))
     with pytest.raises(BadInput, match=r"time_limit_seconds \(1e-09\); allow more"):
-        search(model, even(model), options=Search(time_limit_seconds=1e-9))
+        Problem(model).search(even(model), options=Search(time_limit_seconds=1e-9))
 
 
 def test_a_program_tells_how_it_cuts_and_what_it_costs() -> None:
@@ -202,11 +200,11 @@ def test_equal_layers_are_decided_together_and_no_dearer() -> None:
     sizes = [len(set(model.rules.first)) for model in models]
     assert sizes[0] == sizes[1] < len(graphs[0].operators)
     model = models[0]
-    folded = search(model, starts(model)[0], options=Search(gap=1e-6))
+    folded = Problem(model).search(by_speed(model), options=Search(gap=1e-6))
     assert folded.is_optimal
     model.rules.first[:] = range(len(model.rules.first))
     model.rules.__dict__["first_parameter"] = {name: name for name in graphs[0].parameters}
-    apart = search(model, starts(model)[0], options=Search(gap=1e-6))
+    apart = Problem(model).search(by_speed(model), options=Search(gap=1e-6))
     assert apart.is_optimal
     assert folded.seconds == pytest.approx(apart.seconds, rel=1e-5)
 
