@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hethub.runtime.model.layers import Documents, LlamaLayer, TokenLayout, rms_norm
 from hethub.runtime.model.loss import head_loss, summed_loss
 from hethub.runtime.model.rope import rope_table
-from hethub.runtime.model.tensor_parallel import TensorGroup, column_parallel, embed
+from hethub.runtime.model.tensor_parallel import TensorGroup, embed
 from hethub.runtime.state.parameter import Parameter
 from hethub.runtime.state.storage import FlatStorage
 from hethub.spec.layout.bind import Assignment, Layout
@@ -89,16 +88,6 @@ class Stage:
     def _normed(self, x: Tensor) -> Tensor:
         assert self.norm is not None
         return rms_norm(x, self.norm, self.eps)
-
-    @torch.no_grad()
-    def logits(self, data: MicrobatchInput) -> Tensor:
-        """The rank's columns of the logits, (batch * seq, vocab_local), without gradients; where a stage is the
-        model."""
-        assert self.head is not None
-        x, tokens = self.embed(data), self.token_layout(data)
-        for layer in self.layers:
-            x = layer(x, tokens)
-        return column_parallel(self._normed(x), self.group, (self.head,))[0]
 
 
 def llama_layer(
