@@ -1,6 +1,6 @@
 """The one table of what the runtime executes today: the planner returns nothing beyond it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hethub.spec.plan import Offload, Recompute, ScheduleName
 
@@ -15,10 +15,6 @@ class Capabilities:
     offload: tuple[Offload, ...]
     chooses_in_flight: bool = True  # whether more microbatches in flight than the default are looked at
     any_micro_batch: bool = True  # whether micro-batches between powers of two are looked at
-
-    def limited(self, *, chooses_in_flight: bool, any_micro_batch: bool) -> "Capabilities":
-        """The same table for a search that keeps the default number of microbatches in flight, or powers of two."""
-        return replace(self, chooses_in_flight=chooses_in_flight, any_micro_batch=any_micro_batch)
 
 
 # Selective recompute is executable, but costs time and saves nothing where attention is fused, as in our runtime.

@@ -1,6 +1,5 @@
 """A question posed: checked before any search, or refused."""
 
-from hethub.planner.problem.capabilities import RUNTIME, Capabilities
 from hethub.planner.problem.contradictions import check_constraints
 from hethub.planner.problem.problem import Batch, Problem, collapse
 from hethub.predictor.cost.profile import ProfileSpec
@@ -16,7 +15,6 @@ def pose(
     cluster: ClusterSpec,
     batch: Batch,
     constraints: ConstraintsSpec | None = None,
-    capabilities: Capabilities = RUNTIME,
     profile: ProfileSpec | None = None,
     software: Software = HETHUB,
 ) -> Problem:
@@ -32,7 +30,6 @@ def pose(
         cluster=cluster,
         batch=batch,
         constraints=constraints or ConstraintsSpec(),
-        capabilities=capabilities,
         device_types=collapse(cluster),
         profile=profile,
         software=software,

@@ -24,7 +24,6 @@ from hethub.planner.exhaustive.stages import (
     count_microbatchings,
     microbatchings,
 )
-from hethub.planner.problem.capabilities import RUNTIME
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.predictor import predict
@@ -219,4 +218,4 @@ def test_a_real_job_is_not_tiny() -> None:
 
 
 def _problem(constraints: ConstraintsSpec, seed: int = 1, tied: bool = False) -> Problem:
-    return pose(MODEL.replace(tied_head=tied), random_cluster(seed, 4), Batch(6, 512, "bf16"), constraints, RUNTIME)
+    return pose(MODEL.replace(tied_head=tied), random_cluster(seed, 4), Batch(6, 512, "bf16"), constraints)

@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 from hethub.planner.explain.unsearched import not_searched
-from hethub.planner.problem.capabilities import RUNTIME
+from hethub.planner.problem.capabilities import RUNTIME, Capabilities
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from tests.planner.problems import MIXED, TINY
 
 
-def asked(capabilities: object = RUNTIME) -> Problem:
-    return pose(TINY, MIXED, Batch(16, 64, "fp32"), capabilities=capabilities)  # type: ignore[arg-type]
+def asked(capabilities: Capabilities = RUNTIME) -> Problem:
+    return replace(pose(TINY, MIXED, Batch(16, 64, "fp32")), capabilities=capabilities)
 
 
 def test_every_entry_has_a_key_of_its_own_and_a_text() -> None:

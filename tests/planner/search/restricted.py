@@ -21,9 +21,9 @@ def problem_of(question: Question) -> Problem:
     """The oracle's question as the planner's, its answers with the default number of microbatches in flight, as the
     grid has them."""
     batch = Batch(question.global_batch, question.seq_len, question.precision)
-    able = replace(RUNTIME.limited(chooses_in_flight=False, any_micro_batch=False), schedules=("1f1b",), offload=())
+    able = replace(RUNTIME, chooses_in_flight=False, any_micro_batch=False, schedules=("1f1b",), offload=())
     given = ConstraintsSpec(max_micro_batch=MICRO_BATCHES[-1], reserve=question.reserve)
-    return pose(question.model, question.cluster, batch, given, able)
+    return replace(pose(question.model, question.cluster, batch, given), capabilities=able)
 
 
 def grid_problem(seed: int, size: int) -> Problem:
