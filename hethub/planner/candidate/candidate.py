@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hethub.planner.problem.problem import Combination, Problem, Unit
+from hethub.spec.layout.bind import ALL_IN_FLIGHT
 from hethub.spec.plan import Offload, PlanSpec, Recompute, ScheduleName
 
 
@@ -86,7 +87,7 @@ class Pattern(NamedTuple):
     @property
     def holds_all(self) -> bool:
         """Whether all microbatches are held at once."""
-        return self.goes_chunk_by_chunk or self.schedule == "gpipe"
+        return self.schedule in ALL_IN_FLIGHT
 
 
 # More microbatches in flight than the default that are looked at, by schedule: under others they are no choice.

@@ -18,11 +18,8 @@ from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.resources import OF_RANKS, Path, Resource
 from hethub.predictor.memory.parameters import RankWidths, StageParameters, rank_widths
 from hethub.predictor.pipeline.state_costs import StateCosts
-from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.bind import ALL_IN_FLIGHT, Layout
 from hethub.spec.schedule.microbatches import StageOverlap, sizes_of, stage_overlap
-
-# Under these all microbatches go forward before any goes backward, so that the two ways never meet.
-FORWARD_FIRST = ("gpipe", "layered", "ministages")
 
 SAME_MOMENT = 1e-12  # seconds, by which sums may be off
 
@@ -122,7 +119,7 @@ class LinkLoads:
 
     def _phase(self, flow: Flow) -> object:
         plan = self.layout.plan
-        if plan.schedule not in FORWARD_FIRST:
+        if plan.schedule not in ALL_IN_FLIGHT:  # else the two ways never meet
             return None
         return (flow.way, flow.boundary) if plan.goes_chunk_by_chunk else flow.way
 
