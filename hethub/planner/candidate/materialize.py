@@ -51,14 +51,12 @@ def chunked(layers: Sequence[int], chunks: int) -> list[tuple[tuple[int, int], .
 def _divided(candidate: Candidate, assigned: Sequence[Assigned], problem: Problem, worker: WorkerOf) -> list[list[int]]:
     """The samples of every stage's replicas, by speed unless the candidate says evenly."""
     counts, total = candidate.replica_counts, problem.batch.global_batch
-    if candidate.even:
-        return [[part.size for part in split(total, count)] for count in counts]
-    if all(len(stage.groups) == 1 for stage in candidate.stages) and len(set(counts)) == 1:
+    like = len(set(counts)) == 1 and all(len(stage.groups) == 1 for stage in candidate.stages)
+    if candidate.even or like:
         return [[part.size for part in split(total, count)] for count in counts]
     workers = [_workers(candidate, index, own, worker) for index, own in enumerate(assigned)]
-    least = (
-        problem.constraints.micro_batch or 1
-    )  # else a slow replica's micro-batch would be smaller than what is given
+    # Else a slow replica's micro-batch would be smaller than what is given.
+    least = problem.constraints.micro_batch or 1
     if candidate.alike and len(set(counts)) == 1 and len(candidate.stages) > 1:
         chains = [_slowest(chain) for chain in zip(*workers, strict=True)]
         if None not in chains:

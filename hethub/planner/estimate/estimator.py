@@ -176,9 +176,8 @@ class Estimator:
         stages, p2p_seconds, trips, several = own.stages, own.p2p_seconds, own.trips, own.several
         # Who has the shorter update begins the next step while others still step (predictor/step.py).
         first = stages.finish.min(axis=1)
-        away = np.where(
-            own.blank, 0.0, trips[:, :, -1] - stages.microbatch
-        )  # until a microbatch is back from all later stages
+        # Until a microbatch is back from all later stages.
+        away = np.where(own.blank, 0.0, trips[:, :, -1] - stages.microbatch)
         slack = np.maximum(0.0, away - (held - 1) * stages.forward)
         gap = slack + np.maximum(0.0, away - (held - 1) * stages.backward)
         drain = np.zeros_like(away)

@@ -44,9 +44,7 @@ class StageTimes:
         self._bytes: dict[object, Coefficients] = {}
         self._largest: dict[object, int] = {}
         self._collectives: dict[object, tuple[float, float]] = {}
-        self._capacity = [
-            problem.capacity(device_type) for device_type in range(len(problem.device_types))
-        ]  # bytes of a rank
+        self._capacity = list(map(problem.capacity, range(len(problem.device_types))))  # bytes of a rank
         devices, fit = [device_type.accelerator for device_type in problem.device_types], costs.network.fit
         nodes = [problem.cluster.places[device_type.ranks[0]].node for device_type in problem.device_types]
         per_host = problem.cluster.links.staging.per_host_gbytes_per_second

@@ -35,10 +35,7 @@ class Evaluator:
         plan = candidate.plan or materialize(candidate, problem, self.costs.unit_costs.worker, holds)
         if plan is None or not keeps(plan, problem.constraints) or problem.forbids_any(candidate.mixtures):
             return None
-        key = (
-            candidate.extra_in_flight,
-            plan.model_dump_json(),
-        )  # what has extra in flight may be given more
+        key = (candidate.extra_in_flight, plan.model_dump_json())  # what has extra in flight may be given more
         if key in self._known:  # of another candidate
             known = self._known[key]
             return known and known.of(candidate)

@@ -129,9 +129,8 @@ class Mode(NamedTuple):
 
     recompute: Recompute
     zero: int
-    seconds: (
-        np.ndarray
-    )  # [pass, replica, samples] of one microbatch; weights' gradients are a pass where they are put off
+    # [pass, replica, samples] of one microbatch; weights' gradients are a pass where they are put off.
+    seconds: np.ndarray
     reduction: Reduction
     updates: np.ndarray  # per replica, from the gradient norm to its next step
 

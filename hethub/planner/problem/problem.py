@@ -27,7 +27,7 @@ class Batch(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Ranks of one machine that form a replica: the smallest thing the planner moves. `device type` indexes the device types."""
+    """Ranks of one machine that form a replica: the smallest thing the planner moves. `device_type` is an index of the problem's."""
 
     device_type: int
     ranks: tuple[int, ...]
@@ -105,9 +105,8 @@ class Problem:
         """Micro-batch sizes the search tries: powers of two up to what the job allows."""
         if self.constraints.micro_batch:
             return (self.constraints.micro_batch,)
-        usual = (
-            64 if self.size <= FEW else 16 if self.size <= MANY else 8
-        )  # many accelerators leave few samples to each
+        # Many accelerators leave few samples to each.
+        usual = 64 if self.size <= FEW else 16 if self.size <= MANY else 8
         top = min(self.batch.global_batch, self.constraints.max_micro_batch or usual)
         return tuple(1 << i for i in range(top.bit_length()) if 1 << i <= top)
 

@@ -155,9 +155,8 @@ def _projections(model: ModelSpec, shape: Shape, tokens: float) -> tuple[Product
 def _passes(model: ModelSpec, shape: Shape, software: Software) -> float:
     """Elements that the elementwise kernels of a forward read or write per token."""
     llama = model.family == "llama"
-    hidden = (
-        14 if llama and not software.fused_elementwise else 10
-    )  # two norms, two residuals; RMSNorm computes in fp32
+    # Two norms, two residuals; RMSNorm computes in fp32.
+    hidden = 14 if llama and not software.fused_elementwise else 10
     query = 4 if software.fused_elementwise else 8 if llama else 3  # RoPE, layout changes
     columns = (5 if model.is_gated else 3) if software.fused_activation else 18  # tanh-GELU kernel by kernel
     cut = shape.share if software.sequence_parallel else 1.0

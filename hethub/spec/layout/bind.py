@@ -55,11 +55,8 @@ class Boundary(NamedTuple):
     transfers: tuple[Transfer, ...]
 
 
-ALL_IN_FLIGHT = (
-    "gpipe",
-    "ministages",
-    "layered",
-)  # schedules under which all microbatches run forward before a backward
+# Schedules under which all microbatches run forward before a backward.
+ALL_IN_FLIGHT = ("gpipe", "ministages", "layered")
 
 
 @dataclass(frozen=True)

@@ -150,9 +150,8 @@ class _Stage:
         """How many microbatches of the stage above, counted along the axis, must have run forward before each one's
         backward can end, where so much of the axis is listed before the backwards below."""
         if above.stops != self.microbatching.stops:
-            behind = map(
-                bisect_left, repeat(self.microbatching.starts), above.stops
-            )  # the number of microbatches that start before
+            # The number of microbatches that start before.
+            behind = map(bisect_left, repeat(self.microbatching.starts), above.stops)
             frontier = [frontier[number - 1] for number in behind]
         return list(map(bisect_left, repeat(above.starts), frontier))
 
