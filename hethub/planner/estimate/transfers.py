@@ -53,10 +53,8 @@ class P2pCosts:
 
     def _cross(self, sender: ReplicaGroup, receiver: ReplicaGroup, neighbours: bool) -> float:
         """Seconds of one microbatch from a replica to another, on one machine or on two of their device types."""
-        one, two = (
-            self.problem.device_types[sender.device_type].machines,
-            self.problem.device_types[receiver.device_type].machines,
-        )
+        one = self.problem.device_types[sender.device_type].machines
+        two = self.problem.device_types[receiver.device_type].machines
         source = one[0][0]
         target = one[0][-1] if neighbours else two[-1][0]
         sharing = min(sender.number, max(1, len(one[0]) // sender.tp))

@@ -133,10 +133,8 @@ class Outlooks:
 
     @cached_property
     def _scenarios(self) -> tuple[Scenario, ...]:
-        found, names = (
-            errors_of(self.problem),
-            sorted({device_type.accelerator.name for device_type in self.problem.device_types}),
-        )
+        found = errors_of(self.problem)
+        names = sorted(found.compute)
         links = [found.least_links + (1 - found.least_links) * quantile for quantile in _quantiles("links")]
         speeds = [[NormalDist(0, found.compute[name]).inv_cdf(q) for q in _quantiles(name)] for name in names]
         overlaps = [NormalDist(0, found.overlap).inv_cdf(quantile) for quantile in _quantiles("overlap")]

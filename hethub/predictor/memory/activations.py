@@ -76,10 +76,8 @@ def _held(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[lis
         return _walked(layout, assignment, sizes)
     if unlike_rounds:
         return [float(_most_in_rounds(layout, assignment))], [0.0]
-    in_flight, actor = (
-        layout.in_flight[assignment.stage][assignment.replica],
-        layout.actor_of(assignment.stage, assignment.replica),
-    )
+    in_flight = layout.in_flight[assignment.stage][assignment.replica]
+    actor = layout.actor_of(assignment.stage, assignment.replica)
     later = 0
     if name == "zero_bubble":  # forwards go on while weight gradients are put off
         num_microbatches = layout.loads[assignment.stage][actor].num_microbatches
