@@ -3,16 +3,22 @@
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 
-from hethub.communicator import World, all_gather_by_ranges, reduce_scatter_by_ranges
+from hethub.communicator import World
 from hethub.communicator.measuring import bench
-from hethub.runtime.acceptance.large import AT_ONCE, CPU_NUMEL, DEVICE_NUMEL, OPERATIONS, uneven, wrong_at_once
-from hethub.runtime.acceptance.patterns import numbers, total
+from hethub.runtime.acceptance.collectives import (
+    AT_ONCE,
+    CPU_NUMEL,
+    DEVICE_NUMEL,
+    OPERATIONS,
+    wrong_alone,
+    wrong_at_once,
+)
+from hethub.runtime.acceptance.patterns import numbers
 from hethub.runtime.parity.row import Row
 from hethub.spec.cluster import ClusterSpec
 
-NUMEL = 3 * 7 * 1024  # divides by few group sizes: padding shows
+NUMEL = 3 * 7 * 1024
 LEAST_SHARE = 0.85  # of the bridge's own bound, between devices
 DEVICE_SIZES, CPU_SIZES = (4096, 64 << 20), (4096, 1 << 20)
 _TAG = 7
@@ -25,9 +31,9 @@ def check_exchange(world: World, cluster: ClusterSpec, progress: Callable[[str],
         progress(f"collectives of {label}")
         group, wrong, wrong_large = world.group(members), [], []
         if group is not None:
-            wrong = [name for name, check in _COLLECTIVES if not check(group, world)]
+            wrong = wrong_alone(group, world, NUMEL * group.size() + 1)  # divides by no group's size: padding shows
             wrong_large = wrong_at_once(group, world, numel)
-        yield _compared(world, "collectives", label, f"{len(_COLLECTIVES)} compared", wrong)
+        yield _compared(world, "collectives", label, f"{len(OPERATIONS)} compared", wrong)
         large = f"{len(OPERATIONS)} compared, {AT_ONCE} of each at once, {4 * numel / 1e6:.0f} MB"
         yield _compared(world, "large collectives", label, large, wrong_large)
     progress("messages")
@@ -51,60 +57,6 @@ def _groups(world: World) -> Iterator[tuple[str, tuple[int, ...]]]:
     for number, island in enumerate(world.islands):
         if 1 < len(island) < world.size:
             yield f"island {number}", tuple(island)
-
-
-def _all_reduced(group: dist.ProcessGroup, world: World) -> bool:
-    found = numbers(world, world.rank, NUMEL)
-    dist.all_reduce(found, group=group)
-    return torch.equal(found, total(world, group, NUMEL))
-
-
-def _all_gathered(group: dist.ProcessGroup, world: World) -> bool:
-    where, members = world.device.torch_device, dist.get_process_group_ranks(group)
-    found = torch.empty(NUMEL * len(members), device=where)
-    bench._ALL_GATHER(found, numbers(world, world.rank, NUMEL), group=group)
-    return bool(torch.equal(found, torch.cat([numbers(world, rank, NUMEL) for rank in members])))
-
-
-def _reduce_scattered(group: dist.ProcessGroup, world: World) -> bool:
-    where, members = world.device.torch_device, dist.get_process_group_ranks(group)
-    found, size = torch.empty(NUMEL, device=where), NUMEL * len(members)
-    bench._REDUCE_SCATTER(found, numbers(world, world.rank, size), group=group)
-    return torch.equal(found, total(world, group, size).chunk(len(members))[members.index(world.rank)])
-
-
-def _broadcast(group: dist.ProcessGroup, world: World) -> bool:
-    members = dist.get_process_group_ranks(group)
-    found = numbers(world, world.rank, NUMEL)
-    dist.broadcast(found, src=members[-1], group=group)
-    return bool(torch.equal(found, numbers(world, members[-1], NUMEL)))
-
-
-def _all_to_all(group: dist.ProcessGroup, world: World) -> bool:
-    where, members = world.device.torch_device, dist.get_process_group_ranks(group)
-    own, found = members.index(world.rank), torch.empty(NUMEL * len(members), device=where)
-    dist.all_to_all_single(found, numbers(world, world.rank, NUMEL * len(members)), group=group)
-    parts = [numbers(world, rank, NUMEL * len(members)).chunk(len(members))[own] for rank in members]
-    return torch.equal(found, torch.cat(parts))
-
-
-def _uneven(group: dist.ProcessGroup, world: World) -> bool:
-    """Reduce-scatter and all-gather by shares that are unlike."""
-    ranges = uneven(NUMEL, group.size())
-    flat = numbers(world, world.rank, NUMEL)
-    reduce_scatter_by_ranges(group, flat, ranges, async_op=True).wait()
-    all_gather_by_ranges(group, flat, ranges, async_op=True).wait()
-    return torch.equal(flat, total(world, group, NUMEL))
-
-
-_COLLECTIVES: tuple[tuple[str, Callable[[dist.ProcessGroup, World], bool]], ...] = (
-    ("all_reduce", _all_reduced),
-    ("all_gather", _all_gathered),
-    ("reduce_scatter", _reduce_scattered),
-    ("broadcast", _broadcast),
-    ("all_to_all", _all_to_all),
-    ("uneven reduce_scatter and all_gather", _uneven),
-)
 
 
 def _messages(world: World) -> Row:

@@ -12,7 +12,7 @@ def numbers(world: World, rank: int, numel: int, step: int = 0) -> Tensor:
     return ((torch.arange(numel, device=world.device.torch_device) * (rank + 3) + step) % 251).float()
 
 
-def total(world: World, group: dist.ProcessGroup, numel: int, step: int = 0) -> Tensor:
+def total(world: World, group: dist.ProcessGroup, numel: int, step: int) -> Tensor:
     """Their sum over a group's members."""
     members = dist.get_process_group_ranks(group)
     zeros = torch.zeros(numel, device=world.device.torch_device)

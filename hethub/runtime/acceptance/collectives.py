@@ -1,4 +1,5 @@
-"""Large collectives under way at the same time: many chunks each, whose memory is used again while others need theirs."""
+"""Collectives beside plain arithmetic: one that its caller waits for, or large ones under way at the same time, whose chunks
+use memory again while others need theirs."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,23 +14,26 @@ from hethub.communicator.measuring import bench
 from hethub.runtime.acceptance.patterns import numbers, total
 from hethub.spec.ranges import Range
 
-DEVICE_NUMEL, CPU_NUMEL = (
-    5_000_003,
-    500_003,
-)  # ten of the bridge's chunks and a rest; CPUs of a host take one whatever it is
+# Ten of the bridge's chunks and a rest; CPUs of a host take one whatever it is.
+DEVICE_NUMEL, CPU_NUMEL = 5_000_003, 500_003
 AT_ONCE = 3  # of an operation: the third has the first one's memory
 
 Begun = tuple[Any, Callable[[], bool]]
-"""A Work, and whether its result is right."""
-Begin = Callable[[dist.ProcessGroup, World, int, int], Begun]
-"""Starts an operation on so many numbers, of the repetition given last."""
+"""A Work, None where the caller has waited, and whether the result is right."""
+Begin = Callable[[dist.ProcessGroup, World, int, int, bool], Begun]
+"""Starts an operation on so many numbers, of a repetition; whether it is asynchronous comes last."""
+
+
+def wrong_alone(group: dist.ProcessGroup, world: World, numel: int) -> list[str]:
+    """The operations with a number that plain arithmetic does not give; all members call it."""
+    return [name for name, begin in OPERATIONS if not begin(group, world, numel, 0, False)[1]()]
 
 
 def wrong_at_once(group: dist.ProcessGroup, world: World, numel: int) -> list[str]:
-    """The operations with a number that plain arithmetic does not give; all members call it."""
+    """As `wrong_alone`, several of each operation under way at once."""
     wrong = []
     for name, begin in OPERATIONS:
-        begun = [begin(group, world, numel, step) for step in range(AT_ONCE)]
+        begun = [begin(group, world, numel, step, True) for step in range(AT_ONCE)]
         for work, _ in begun:
             work.wait()
         if not all(is_right() for _, is_right in begun):
@@ -37,17 +41,17 @@ def wrong_at_once(group: dist.ProcessGroup, world: World, numel: int) -> list[st
     return wrong
 
 
-def _all_reduce(group: dist.ProcessGroup, world: World, numel: int, step: int) -> Begun:
+def _all_reduce(group: dist.ProcessGroup, world: World, numel: int, step: int, is_async: bool) -> Begun:
     found = numbers(world, world.rank, numel, step)
-    work = dist.all_reduce(found, group=group, async_op=True)
+    work = dist.all_reduce(found, group=group, async_op=is_async)
     return work, lambda: torch.equal(found, total(world, group, numel, step))
 
 
-def _mean_in_bf16(group: dist.ProcessGroup, world: World, numel: int, step: int) -> Begun:
+def _mean_in_bf16(group: dist.ProcessGroup, world: World, numel: int, step: int, is_async: bool) -> Begun:
     """Sums of small numbers are exact in bf16; each member's own, divided before it is added, is rounded once more."""
     members = dist.get_process_group_ranks(group)
     found = (numbers(world, world.rank, numel, step) % 4).bfloat16()
-    work = dist.all_reduce(found, op=dist.ReduceOp.AVG, group=group, async_op=True)
+    work = dist.all_reduce(found, op=dist.ReduceOp.AVG, group=group, async_op=is_async)
 
     def is_right() -> bool:
         mean = sum((numbers(world, rank, numel, step) % 4 for rank in members), torch.zeros_like(found.float()))
@@ -57,34 +61,34 @@ def _mean_in_bf16(group: dist.ProcessGroup, world: World, numel: int, step: int)
     return work, is_right
 
 
-def _all_gather(group: dist.ProcessGroup, world: World, numel: int, step: int) -> Begun:
+def _all_gather(group: dist.ProcessGroup, world: World, numel: int, step: int, is_async: bool) -> Begun:
     members = dist.get_process_group_ranks(group)
     own = numbers(world, world.rank, numel // len(members), step)
     found = torch.empty(own.numel() * len(members), device=own.device)
-    work = bench._ALL_GATHER(found, own, group=group, async_op=True)
+    work = bench._ALL_GATHER(found, own, group=group, async_op=is_async)
     return work, lambda: torch.equal(found, torch.cat([numbers(world, rank, own.numel(), step) for rank in members]))
 
 
-def _reduce_scatter(group: dist.ProcessGroup, world: World, numel: int, step: int) -> Begun:
+def _reduce_scatter(group: dist.ProcessGroup, world: World, numel: int, step: int, is_async: bool) -> Begun:
     size = numel // group.size()
     given = numbers(world, world.rank, size * group.size(), step)
     found = torch.empty(size, device=given.device)
-    work = bench._REDUCE_SCATTER(found, given, group=group, async_op=True)
+    work = bench._REDUCE_SCATTER(found, given, group=group, async_op=is_async)
     return work, lambda: torch.equal(found, total(world, group, given.numel(), step).split(size)[group.rank()])
 
 
-def _broadcast(group: dist.ProcessGroup, world: World, numel: int, step: int) -> Begun:
+def _broadcast(group: dist.ProcessGroup, world: World, numel: int, step: int, is_async: bool) -> Begun:
     source = dist.get_process_group_ranks(group)[-1]
     found = numbers(world, world.rank, numel, step)
-    work = dist.broadcast(found, src=source, group=group, async_op=True)
+    work = dist.broadcast(found, src=source, group=group, async_op=is_async)
     return work, lambda: torch.equal(found, numbers(world, source, numel, step))
 
 
-def _all_to_all(group: dist.ProcessGroup, world: World, numel: int, step: int) -> Begun:
+def _all_to_all(group: dist.ProcessGroup, world: World, numel: int, step: int, is_async: bool) -> Begun:
     members, size = dist.get_process_group_ranks(group), numel // group.size()
     given = numbers(world, world.rank, size * len(members), step)
     found = torch.empty_like(given)
-    work = dist.all_to_all_single(found, given, group=group, async_op=True)
+    work = dist.all_to_all_single(found, given, group=group, async_op=is_async)
 
     def is_right() -> bool:
         parts = [numbers(world, rank, given.numel(), step).split(size)[group.rank()] for rank in members]
@@ -93,10 +97,10 @@ def _all_to_all(group: dist.ProcessGroup, world: World, numel: int, step: int) -
     return work, is_right
 
 
-def _scatter_unevenly(group: dist.ProcessGroup, world: World, numel: int, step: int) -> Begun:
+def _scatter_unevenly(group: dist.ProcessGroup, world: World, numel: int, step: int, is_async: bool) -> Begun:
     mine = uneven(numel, group.size())[group.rank()]
     flat = numbers(world, world.rank, numel, step)
-    work = reduce_scatter_by_ranges(group, flat, uneven(numel, group.size()), async_op=True)
+    work = reduce_scatter_by_ranges(group, flat, uneven(numel, group.size()), async_op=is_async)
 
     def is_right() -> bool:
         return torch.equal(_part(flat, mine), _part(total(world, group, numel, step), mine))
@@ -104,10 +108,10 @@ def _scatter_unevenly(group: dist.ProcessGroup, world: World, numel: int, step: 
     return work, is_right
 
 
-def _gather_unevenly(group: dist.ProcessGroup, world: World, numel: int, step: int) -> Begun:
+def _gather_unevenly(group: dist.ProcessGroup, world: World, numel: int, step: int, is_async: bool) -> Begun:
     ranges, members = uneven(numel, group.size()), dist.get_process_group_ranks(group)
     flat = numbers(world, world.rank, numel, step)
-    work = all_gather_by_ranges(group, flat, ranges, async_op=True)
+    work = all_gather_by_ranges(group, flat, ranges, async_op=is_async)
 
     def is_right() -> bool:
         pairs = zip(members, ranges, strict=True)
