@@ -203,10 +203,8 @@ def _alike(layout: Layout) -> list[list[int]]:
         return [[assignment.rank] for assignment in assignments]
     found: dict[object, list[int]] = {}
     for assignment in assignments:
-        replica, device = (
-            layout.replica(assignment.stage, assignment.replica),
-            layout.cluster.places[assignment.rank].accelerator,
-        )
+        replica = layout.replica(assignment.stage, assignment.replica)
+        device = layout.cluster.places[assignment.rank].accelerator
         key = (assignment.stage, replica.tp, replica.micro_batch, replica.samples, device.name)
         found.setdefault(key, []).append(assignment.rank)
     return list(found.values())

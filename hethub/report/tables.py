@@ -3,7 +3,7 @@
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec
+from hethub.spec.ranges import show_ranks
 
 if TYPE_CHECKING:  # the planner's search takes a while to load, and most tables are not its
     from hethub.planner import HomogeneousPart, PlanDiff, PlanResult
@@ -108,22 +109,16 @@ def stage_rows(plan: PlanSpec, cluster: ClusterSpec) -> list[list[str]]:
         alike = groupby(stage.replicas, key=lambda r: (r.tp, r.micro_batch, r.samples, _accelerator(r, cluster)))
         for position, ((tp, micro_batch, samples, name), group) in enumerate(alike):
             replicas = list(group)
-            ranks = compact(tuple(rank for replica in replicas for rank in replica.ranks))
+            ranks = show_ranks([rank for replica in replicas for rank in replica.ranks])
             first, last = (whole[:2], whole[2:]) if position == 0 else (ends[:2], ends[2:])
             rows.append([*first, f"{len(replicas)} x TP {tp}", ranks, name, str(micro_batch), str(samples), *last])
     for name, left in groupby(plan.unused, key=lambda rank: cluster.places[rank].accelerator.name):
-        rows.append(["", "", "unused", compact(tuple(left)), name, "", "", "", ""])
+        rows.append(["", "", "unused", show_ranks(list(left)), name, "", "", "", ""])
     return rows
 
 
 def _accelerator(replica: ReplicaSpec, cluster: ClusterSpec) -> str:
     return cluster.places[replica.ranks[0]].accelerator.name
-
-
-def compact(ranks: tuple[int, ...]) -> str:
-    """0, 1, 2, 3 as 0-3."""
-    consecutive = all(b == a + 1 for a, b in pairwise(ranks))
-    return f"{ranks[0]}-{ranks[-1]}" if consecutive and len(ranks) > 2 else ", ".join(map(str, ranks))
 
 
 def print_prediction(
@@ -172,7 +167,7 @@ def memory_table(prediction: Prediction) -> Table:
         rows.setdefault((entry.accelerator, entry.bytes, entry.limit, parts, host), []).append(entry.rank)
     for (accelerator, needed, limit, parts, host), ranks in rows.items():
         table.add_row(
-            compact(tuple(ranks)),
+            show_ranks(ranks),
             accelerator,
             f"{needed / GIB:.2f}",
             f"{limit / GIB:.2f}",

@@ -83,6 +83,12 @@ def from_sizes(sizes: Iterable[int], start: int = 0) -> list[Range]:
     return ranges
 
 
+def show_ranks(ranks: Sequence[int]) -> str:
+    """0, 1, 2, 3 as 0-3; others are listed."""
+    consecutive = all(b == a + 1 for a, b in pairwise(ranks))
+    return f"{ranks[0]}-{ranks[-1]}" if consecutive and len(ranks) > 2 else ", ".join(map(str, ranks))
+
+
 def refine(partitions: Iterable[Iterable[Range]]) -> list[Range]:
     """The coarsest consecutive ranges of which every given range is a union (gaps between all of them left out)."""
     given = [r for partition in partitions for r in partition if r]

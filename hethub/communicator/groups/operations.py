@@ -21,6 +21,7 @@ from hethub.communicator.context import Context
 from hethub.communicator.counters import Leg
 from hethub.communicator.groups import debug
 from hethub.communicator.work import HethubWork, Job, Operation, Worker
+from hethub.spec.ranges import show_ranks
 
 _ALIKE = {
     "all_reduce",
@@ -56,7 +57,7 @@ class GroupCore(torch_private.GroupBase):
         self.members = list(members)
         self._rank, self._size = rank, len(members)
         self._name = name
-        self._label = f"group {name!r} (ranks {_brief(members)})"
+        self._label = f"group {name!r} (ranks {show_ranks(members)})"
         self._gloo = gloo
         self._is_default = gloo is context.gloo
         # A group with a shorter timeout than its world gives up by itself; the relays know the world's only.
@@ -218,9 +219,3 @@ class GroupCore(torch_private.GroupBase):
             return self._worker.submit(queued, caller_waits=self._runs_in_callers(turn, opts))
         except RuntimeError as error:  # no thread to be had: the peers wait for this rank's part
             raise work.operation.failed_for_good(error) from error
-
-
-def _brief(ranks: Sequence[int]) -> str:
-    """Ranks as `0-3` where they are consecutive, else listed."""
-    consecutive = len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
-    return f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
