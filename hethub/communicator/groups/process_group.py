@@ -182,16 +182,7 @@ class HethubGroup(GroupCore):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> HethubWork:
         tensor = tensors[opts.rootTensor]
-        ranges = self._all_at(opts.rootRank, tensor.numel())
-        if self._moves_natively(tensor):
-            return self._gather_natively("broadcast", [tensor], ranges, opts=opts, chosen=lambda: option_words(opts))
-        staged = self._stager.stage(tensor)
-
-        def job() -> None:
-            self._bridge.all_gather(self._load_whole(staged), ranges)
-            self._store([staged])
-
-        return self._submit("broadcast", job, tensors, opts)
+        return self._gather_in_place("broadcast", tensor, self._all_at(opts.rootRank, tensor.numel()), opts)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HethubWork:
         check_row("all_gather", outputs[0], inputs[0], self._rank, self._size)
@@ -243,15 +234,20 @@ class HethubGroup(GroupCore):
 
     def all_gather_ranges(self, flat_output: torch.Tensor, ranges: Sequence[Range], name: str) -> HethubWork:
         """Every rank's range of the flat tensor is written to all ranks' tensors in place."""
-        if self._moves_natively(flat_output):
-            return self._gather_natively(name, [flat_output], ranges, chosen=lambda: range_words(ranges))
-        staged = self._stager.stage(flat_output)
+        return self._gather_in_place(name, flat_output, ranges, chosen=lambda: range_words(ranges))
+
+    def _gather_in_place(
+        self, name: str, tensor: torch.Tensor, ranges: Sequence[Range], opts: Any = None, chosen: Words | None = None
+    ) -> HethubWork:
+        if self._moves_natively(tensor):
+            return self._gather_natively(name, [tensor], ranges, opts=opts, chosen=chosen)
+        staged = self._stager.stage(tensor)
 
         def job() -> None:
             self._bridge.all_gather(self._load_whole(staged), ranges)
             self._store([staged])
 
-        return self._submit(name, job, [flat_output], chosen=lambda: range_words(ranges))
+        return self._submit(name, job, [tensor], opts, chosen)
 
     def _moves_natively(self, tensor: torch.Tensor) -> bool:
         """Whether the island's library does its leg; all ranks of the island agree."""
