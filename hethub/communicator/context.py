@@ -110,7 +110,7 @@ class Context:
             stages_host_tensors=self.stages_host_tensors,
         )
 
-    def explain(self, peer: int | None) -> str | None:
+    def explain(self) -> str | None:
         """The world's failure, given a moment to arrive: a closed connection is often felt before its cause is told."""
         failure = self.watch.liveness.wait_for_failure(_NEWS_SECONDS)
         return str(failure) if failure is not None else None

@@ -169,13 +169,11 @@ def premul_factor(op: Any) -> Any:
     return state.item() if isinstance(state, torch.Tensor) else state
 
 
-def op_options(options_type: type, timeout: Any = None, **fields: Any) -> Any:
+def op_options(options_type: type, **fields: Any) -> Any:
     """A c10d options object with `fields` set."""
     options = options_type()
     for name, value in fields.items():
         setattr(options, name, value)
-    if timeout is not None:
-        options.timeout = timeout
     return options
 
 

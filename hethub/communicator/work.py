@@ -21,7 +21,7 @@ from hethub.spec.errors import BadInput, RunFailed
 class Explainer(Protocol):
     """Knows which rank failed first, if one did, and hears of what fails here."""
 
-    def explain(self, peer: int | None) -> str | None:
+    def explain(self) -> str | None:
         """A sentence naming the rank that failed and how; None when no failure is known."""
 
     def give_up(self, failure: Exception, *, is_known: bool) -> None:
@@ -44,7 +44,7 @@ class Operation:
         where = f"{self.name} in {self.group} failed on rank {self.rank}"
         if isinstance(error, PeerError):
             peer = error.peer
-        cause = self.explainer.explain(peer)
+        cause = self.explainer.explain()
         reason = error.reason if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
         with_peer = f" with rank {peer}" if peer is not None else ""
         return RunFailed(f"{where}{with_peer}: {cause or reason}")

@@ -9,7 +9,7 @@ from hethub.communicator.work import CallbackThreads, HethubWork, Job, Operation
 
 
 class Nobody:
-    def explain(self, peer):
+    def explain(self):
         return None
 
     def give_up(self, failure, *, is_known):
