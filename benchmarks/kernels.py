@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hethub.kernels.compiled import kernels_for
 from hethub.kernels.device import choose_device
 from hethub.kernels.reference import TorchKernels
-from tests.support.kernel_rates import Rate, measure
+from tests.kernels.kernel_rates import Rate, measure
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import torch
 from hethub.kernels.compiled import kernels_for
 from hethub.kernels.device import Device, choose_device
 from hethub.kernels.reference import LARGEST, TorchKernels, num_scales
-from tests.support.kernel_rates import measure
+from tests.kernels.kernel_rates import measure
 
 KERNELS = TorchKernels()
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
