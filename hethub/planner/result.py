@@ -136,7 +136,7 @@ class PlanResult:
             "start_step_seconds": self.start_step_seconds,
             "gap_percent": 100.0 * (self.prediction.step_seconds / self.lower_bound_seconds - 1.0),
             "estimate_error_percent": self.estimate_error_percent,
-            "kinds_alone": [device_type.to_dict() for device_type in self.homogeneous_parts],
+            "kinds_alone": [part.to_dict() for part in self.homogeneous_parts],
             "not_searched": [entry._asdict() for entry in self.not_searched],
             "reasons": [reason._asdict() | {"sentence": reason.sentence()} for reason in self.reasons],
         }

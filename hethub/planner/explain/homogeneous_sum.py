@@ -51,7 +51,7 @@ def homogeneous_parts_beside(problem: Problem, costs: UnitCosts, processes: int 
 
 def makers_alone_tokens_per_second(alone: Alone) -> float | None:
     """The sum of the device types' throughputs."""
-    return sum(device_type.tokens_per_second for device_type in alone) if alone else None
+    return sum(part.tokens_per_second for part in alone) if alone else None
 
 
 class _Part(NamedTuple):
@@ -74,12 +74,12 @@ def _parts(problem: Problem, costs: UnitCosts) -> list[_Part]:
 
 
 def _complete(planned: Iterable[HomogeneousPart | None]) -> Alone:
-    """All device types, or None where one has no part."""
+    """All parts, or None where a device type has none."""
     found = []
-    for device_type in planned:
-        if device_type is None:
+    for part in planned:
+        if part is None:
             return None
-        found.append(device_type)
+        found.append(part)
     return tuple(found)
 
 
