@@ -16,6 +16,7 @@ from hethub.predictor.pipeline.timeline import Span, timeline
 from hethub.predictor.staging import Staging
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
+from hethub.spec.ranges import show_ranks
 
 # For one version more; it never was a bound: good mixtures exceed it.
 OLD_NAMES = {
@@ -153,7 +154,7 @@ def _bottleneck(layout: Layout, times: StepTimes) -> str:
     accelerator = layout.cluster.places[ranks[0]].accelerator.name
     largest, second = sorted(times.breakdown, key=lambda part: -times.breakdown[part])[:2]
     share = {part: 100.0 * times.breakdown[part] / times.seconds for part in (largest, second)}
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {show_ranks(ranks)}"
     return (
         f"Stage {stage} on {who} ({accelerator}) sets the pace: {share[largest]:.0f} % of the step is {_WORDS[largest]}, "
         f"{share[second]:.0f} % {_WORDS[second]}."

@@ -7,9 +7,8 @@ from hethub.spec.program.plan_file import ProgramFor, ProgramPlanSpec
 
 
 def memory_limits(cluster: ClusterSpec, reserve: float = 0.0) -> list[int]:
-    """Bytes of each rank that a program may use where the fraction `reserve` of the memory stays free."""
-    places = cluster.places
-    return [int(p.accelerator.memory_bytes * (1.0 - reserve) - p.node.reserved_memory_gb * 2**30) for p in places]
+    """Bytes of each rank that a program may use where the fraction `reserve` of what others leave stays free."""
+    return [int(place.node.usable_memory_bytes * (1.0 - reserve)) for place in cluster.places]
 
 
 def prediction_of(plan: ProgramPlanSpec, made_for: ProgramFor) -> dict[str, Any]:
