@@ -7,6 +7,8 @@ hethub      hethub-768 with Llama-140B: % of the makers alone at 2,048 and 512 s
 joint       joint-16 with Llama 3 8B: % of the makers alone (configs/jobs/joint-16.yaml: batch 512)
 families    mixed clusters x models: auto against every family, how much the search beat its start, the gap closed
 times       search_seconds in fresh processes, median of 5, by number of accelerators; unseen random speeds; --explain
+links       the mixed clusters: the answer where links give 60 % of their rate, beside the fastest plan found for such
+            links
 growth      search_seconds from 8 to 10,240 accelerators, drawn in docs/search_time.svg
 exhaustive  auto against the whole grid of N random clusters of 3 and 4 unlike accelerators, 6 layers (default 200)
 bounded     the same for N clusters of 6 accelerators, 8 layers (default 20): billions of points, all but a few left out
@@ -29,6 +31,7 @@ from benchmarks import search_times  # noqa: E402
 from benchmarks.search_times import cluster_named, model_named  # noqa: E402
 from hethub.planner import PlanResult, plan  # noqa: E402
 from hethub.planner.estimate.costs import UnitCosts  # noqa: E402
+from hethub.planner.evaluate.outlook import LEAST_LINKS  # noqa: E402
 from hethub.planner.problem.pose import pose  # noqa: E402
 from hethub.planner.problem.problem import Batch  # noqa: E402
 from hethub.planner.problem.scaled import Scale, scaled  # noqa: E402
@@ -182,6 +185,27 @@ def families() -> None:
             verdict(f"{family} over uniform on {where} (paper: {CLAIMS[family]}{beside})", ratio, 1.0, unit="x")
 
 
+def links() -> None:
+    """How far the answers are behind where links turn out to give 60 %, the least of the scenarios."""
+    behind = {}
+    for cluster, model, size, seq_len, precision in CASES:
+        on, batch = cluster_named(cluster), Batch(size, seq_len, precision)  # type: ignore[arg-type]
+        found = plan(model_named(model), on, batch, with_bounds=False)
+        slow = scaled(on, Scale(in_node=LEAST_LINKS, network=LEAST_LINKS, bridge=LEAST_LINKS))
+        known = plan(model_named(model), slow, batch, with_bounds=False)
+        own = found.outlook.links_at_60_percent_seconds
+        best = min(own, known.prediction.step_seconds, *(p.step_seconds for p in [known.best_on_point] if p))
+        name = f"{cluster} {model} {size}"
+        behind[name] = 100.0 * (own / best - 1.0)
+        print(
+            f"{name:44s} {found.prediction.step_seconds:9.4f} s, links at 60 % {own:9.4f} s, best then {best:9.4f} s, "
+            f"behind {behind[name]:5.1f} %",
+            flush=True,
+        )
+    print(f"behind in the mean {statistics.fmean(behind.values()):.1f} %")
+    verdict("behind the best plan for such links, worst", max(behind.values()), 10.0, at_most=True, unit=" %")
+
+
 def even_data_parallel(cluster: ClusterSpec, model: ModelSpec, batch: Batch) -> float | None:
     """The step of the best even data parallelism at any ZeRO level, what systems without pipelines are compared with in
     their papers; None where it does not fit."""
@@ -247,6 +271,7 @@ MODES: dict[str, Callable[[argparse.Namespace], None]] = {
     "joint": lambda _: joint(),
     "families": lambda _: families(),
     "times": lambda _: search_times.times(verdict),
+    "links": lambda _: links(),
     "growth": lambda _: search_times.growth(),
     "exhaustive": lambda options: exhaustive(options.clusters or 200, options.first),
     "bounded": lambda options: exhaustive(options.clusters or 20, options.first, (6,), 8),

@@ -174,6 +174,7 @@ def test_nothing_of_ours_unpickles():
                     found.add((where, f"{owner}.{node.func.attr}"))
     assert found == {
         ("hethub/planner/evaluate/processes.py", "multiprocessing"),
+        ("hethub/planner/evaluate/processes.py", "multiprocessing.connection"),
         ("hethub/runtime/checkpoint/manager.py", "dist.all_gather_object"),
         ("hethub/runtime/program/checkpoint.py", "pickle"),
     }
