@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 from hethub.spec.errors import BadInput
@@ -22,38 +23,39 @@ R = TypeVar("R")
 def forked(function: Callable[[T], R], items: Sequence[T], processes: int) -> Iterator[Callable[[], list[R]]]:
     """The function of each of 256 items at most, begun in so many processes. What it gives waits for the results, and does
     here what none of them has begun: all of it where there are none, or where forks of a program with libraries are not
-    sound. Raises BadInput that the function raised, and RuntimeError where a process ended without an answer.
+    sound. Raises what the function raised of which users are told, and RuntimeError where a process ended without an answer.
 
     No threads are started, so that processes may be forked while others are at work.
     """
+    numbers = bytes(range(len(items)))
     todo, given = os.pipe()
-    os.write(given, bytes(range(len(items))))  # whoever is free reads the next number, until there is none
+    os.write(given, numbers)  # whoever is free reads the next one, until there is none
     os.close(given)
-    started = []
-    for _ in range(min(processes, len(items)) if sys.platform == "linux" else 0):
-        context = get_context("fork")
-        reader, writer = context.Pipe(duplex=False)
-        process = context.Process(target=_send_results, args=(function, items, todo, writer), daemon=True)
-        process.start()
-        writer.close()
-        started.append((process, reader))
+    started: list[tuple[BaseProcess, Connection]] = []
 
     def results() -> list[R]:
         found = _results(function, items, todo)
         for process, reader in started:
             try:
-                part: dict[int, R] | BadInput = reader.recv()
+                part: dict[int, R] | Exception = reader.recv()
             except EOFError:
                 process.join()
                 raise RuntimeError(
                     f"a process of the search ended without an answer, exit code {process.exitcode}"
                 ) from None
-            if isinstance(part, BadInput):
+            if isinstance(part, Exception):
                 raise part
             found |= part
         return [found[number] for number in range(len(items))]
 
     try:
+        for _ in range(min(processes, len(items)) if sys.platform == "linux" else 0):
+            context = get_context("fork")
+            reader, writer = context.Pipe(duplex=False)
+            begun = context.Process(target=_send_results, args=(function, items, todo, writer), daemon=True)
+            begun.start()
+            writer.close()
+            started.append((begun, reader))
         yield results
     finally:
         os.close(todo)
@@ -77,7 +79,7 @@ def _send_results(function: Callable[[T], R], items: Sequence[T], todo: int, to:
         to.send(_results(function, items, todo))
     except KeyboardInterrupt:
         return  # the caller tells of it
-    except BadInput as error:
+    except (BadInput, OSError, MemoryError) as error:  # of all else it prints a traceback
         to.send(error)
 
 

@@ -1,7 +1,7 @@
 """HETHUB's reference, which its paper calls the upper bound: the sum over device types of the throughput that each reaches
 alone in its best plan."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -45,8 +45,12 @@ def homogeneous_parts_beside(problem: Problem, costs: UnitCosts, processes: int 
     """What gives every device type alone with its part of the batch; None where the bound is undefined, a device type's part being no
     sample. With several processes the device types are planned beside what the caller does before it asks."""
     # One more than can run beside the caller, who takes longest and is the nicest to.
-    with forked(_alone, _parts(problem, costs), processes if processes > 1 else 0) as results:
-        yield lambda: _complete(results())
+    parts = _parts(problem, costs)
+    if parts is None:
+        yield lambda: None
+        return
+    with forked(_alone, parts, processes if processes > 1 else 0) as results:
+        yield lambda: None if None in (found := results()) else tuple(filter(None, found))
 
 
 def makers_alone_tokens_per_second(alone: Alone) -> float | None:
@@ -55,39 +59,29 @@ def makers_alone_tokens_per_second(alone: Alone) -> float | None:
 
 
 class _Part(NamedTuple):
-    """One device type of the whole problem, and the problem on it alone; no problem where its part of the batch is no
-    sample."""
+    """One device type of the whole problem, and the problem on it alone."""
 
     device_type: DeviceType
-    problem: Problem | None
+    problem: Problem
 
 
-def _parts(problem: Problem, costs: UnitCosts) -> list[_Part]:
+def _parts(problem: Problem, costs: UnitCosts) -> list[_Part] | None:
+    """Every device type with its part of the batch; None where one's is no sample."""
     weights = [device_type.size * costs.layer_rate(index) for index, device_type in enumerate(problem.device_types)]
     found = []
     for index, (device_type, weight) in enumerate(zip(problem.device_types, weights, strict=True)):
         samples = round(problem.batch.global_batch * weight / sum(weights))
+        if not samples:
+            return None
         alone = problem.of_device_types([index])
-        own = alone.on(alone.cluster, problem.batch._replace(global_batch=samples)) if samples else None
+        own = alone.on(alone.cluster, problem.batch._replace(global_batch=samples))
         found.append(_Part(device_type, own))
     return found
-
-
-def _complete(planned: Iterable[HomogeneousPart | None]) -> Alone:
-    """All parts, or None where a device type has none."""
-    found = []
-    for part in planned:
-        if part is None:
-            return None
-        found.append(part)
-    return tuple(found)
 
 
 def _alone(part: _Part) -> HomogeneousPart | None:
     """The device type's best plan, as `auto` finds it; where nothing fits, its best plan without a memory limit, marked so."""
     device_type, problem = part
-    if problem is None:
-        return None
     for lifted in (False, True):
         incumbent = Incumbent(Evaluator(problem, Estimator(problem), ignore_memory=lifted))
         best = search(problem, incumbent, effort_for(problem))

@@ -45,7 +45,8 @@ class Network:
             by_island = dict.fromkeys(islands, 0.0)
             for rank in ranks:
                 by_island[self.places[rank].island] += shares[rank]
-            owned = tuple(own / sum(by_island.values()) for own in by_island.values())
+            if whole := sum(by_island.values()):  # else they step nothing
+                owned = tuple(own / whole for own in by_island.values())
         return Group(len(ranks), tuple(machines.items()), tuple(islands.items()), owned, self.joined(ranks))
 
     def sharing(self, group: Group) -> int:

@@ -10,7 +10,7 @@ from hethub.predictor.memory.activations import KeptPerSample, kept_per_sample
 from hethub.predictor.memory.parameters import Held, RankWidths, StageParameters, rank_widths
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.state import BUCKET_ELEMENTS, cut_full
-from hethub.spec.layout.tensors import stage_tensors, tensor_parallel_shares
+from hethub.spec.layout.tensors import layer_tensors, tensor_parallel_shares
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import StageSpec
 from hethub.spec.ranges import Range, from_sizes
@@ -105,11 +105,12 @@ class Shard:
     def _sharing_buckets(self) -> float:
         """The part of the stage's matrices in buckets with others; of a matrix that is a bucket of its own, what a group
         reduces is one run."""
-        model, moves = self.layout.model, self.spec.zero >= 2 or "parameters" in self.spec.offload
-        runs = [Range(layer, layer + 1) for chunk in self.spec.chunks for layer in range(*chunk)]
+        moves = self.spec.zero >= 2 or "parameters" in self.spec.offload
+        layers = [1] * self.spec.num_layers if moves else [chunk.size for chunk in self.spec.chunks]
+        last = len(layers) - 1 if self.stage == self.layout.num_stages - 1 else None
         counts = [
-            _in_shared_buckets(model, run.size, run.start == 0, run.stop == model.layers)
-            for run in (runs if moves else self.spec.chunks)
+            _in_shared_buckets(self.layout.model, run, self.stage == 0 and index == 0, index == last)
+            for index, run in enumerate(layers)
         ]
         return sum(shared for shared, _ in counts) / sum(every for _, every in counts)
 
@@ -118,8 +119,8 @@ class Shard:
 def _in_shared_buckets(model: ModelSpec, layers: int, first: bool, last: bool) -> tuple[int, int]:
     """Elements of the matrices of so many neighbouring layers, with the model's ends where they have them: in buckets
     with others, and all."""
-    start = 0 if first else model.layers - layers if last else 1
-    sizes = [t.numel for t in stage_tensors(model, (Range(start, start + layers),)) if t.decays]
+    table, layer = model.vocab * model.hidden, [tensor.numel for tensor in layer_tensors(model, 0) if tensor.decays]
+    sizes = [table] * first + layer * layers + [table] * (last and not model.tied_head)
     shared = [sum(sizes[bucket.start : bucket.stop]) for bucket in cut_full(sizes) if bucket.size > 1]
     return sum(shared), sum(sizes)
 

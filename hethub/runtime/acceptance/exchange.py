@@ -31,7 +31,7 @@ def check_exchange(world: World, cluster: ClusterSpec, progress: Callable[[str],
         progress(f"collectives of {label}")
         group, wrong, wrong_large = world.group(members), [], []
         if group is not None:
-            wrong = wrong_alone(group, world, NUMEL * group.size() + 1)  # divides by no group's size: padding shows
+            wrong = wrong_alone(group, world, NUMEL * group.size() + 1)  # divides by no group's size
             wrong_large = wrong_at_once(group, world, numel)
         yield _compared(world, "collectives", label, f"{len(OPERATIONS)} compared", wrong)
         large = f"{len(OPERATIONS)} compared, {AT_ONCE} of each at once, {4 * numel / 1e6:.0f} MB"

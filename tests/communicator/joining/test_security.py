@@ -175,6 +175,7 @@ def test_nothing_of_ours_unpickles():
     assert found == {
         ("hethub/planner/evaluate/processes.py", "multiprocessing"),
         ("hethub/planner/evaluate/processes.py", "multiprocessing.connection"),
+        ("hethub/planner/evaluate/processes.py", "multiprocessing.process"),
         ("hethub/runtime/checkpoint/manager.py", "dist.all_gather_object"),
         ("hethub/runtime/program/checkpoint.py", "pickle"),
     }

@@ -31,14 +31,15 @@ def test_processes_know_what_was_known_before_and_may_be_forked_beside_others() 
         assert one() == [4, 5]
 
 
-def test_bad_input_comes_back_as_it_was() -> None:
+@pytest.mark.parametrize("error", [BadInput, OSError, MemoryError])
+def test_what_users_are_told_comes_back_as_it_was(error: type[Exception]) -> None:
     def refuse(number: int) -> int:
-        raise BadInput(f"{number} is refused")
+        raise error(f"{number} is refused")
 
     with forked(refuse, [0], 1) as results:
         for process in multiprocessing.active_children():
             process.join(1.0)  # it has taken the item; where not, it is refused here
-        with pytest.raises(BadInput, match="0 is refused"):
+        with pytest.raises(error, match="0 is refused"):
             results()
     assert not multiprocessing.active_children()
 
