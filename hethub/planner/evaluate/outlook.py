@@ -16,7 +16,7 @@ from statistics import NormalDist, fmean, quantiles
 from typing import NamedTuple
 
 from hethub.planner.evaluate.layouts import layout_of
-from hethub.planner.evaluate.processes import forked
+from hethub.planner.evaluate.processes import at_once
 from hethub.planner.problem.problem import Problem
 from hethub.planner.problem.scaled import Scale, scaled
 from hethub.predictor.cost.constants import Constants, packaged
@@ -101,16 +101,14 @@ class Outlooks:
     def in_the_middle(self, plans: Sequence[PlanSpec]) -> list[float]:
         """The steps where links deliver what they do in the mean of the scenarios, and all else is as predicted: of one
         plan beside another it says nearly what the mean over all says, for a sixteenth of the work."""
-        with forked(self._middle_seconds, plans, self.processes - 1) as results:
-            return results()
+        return at_once(self._middle_seconds, plans, self.processes)
 
     def _middle_seconds(self, plan: PlanSpec) -> float:
         return self._seconds(Wirings(self._layout(plan)), self._middle)
 
     def _look(self, plan: PlanSpec) -> Outlook:
         wirings, asked = Wirings(self._layout(plan)), (*self._scenarios, self._slow_links)
-        with forked(partial(self._seconds, wirings), asked, self.processes - 1) as results:
-            *each, at_60_percent = results()
+        *each, at_60_percent = at_once(partial(self._seconds, wirings), asked, self.processes)
         tenths = quantiles(each, n=10, method="inclusive")
         return Outlook(fmean(each), tenths[0], tenths[-1], at_60_percent)
 

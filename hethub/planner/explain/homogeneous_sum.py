@@ -44,11 +44,11 @@ def homogeneous_parts(
 def homogeneous_parts_beside(problem: Problem, costs: UnitCosts, processes: int = 1) -> Iterator[Callable[[], Alone]]:
     """What gives every device type alone with its part of the batch; None where the bound is undefined, a device type's part being no
     sample. With several processes the device types are planned beside what the caller does before it asks."""
-    # One more than can run beside the caller, who takes longest and is the nicest to.
     parts = _parts(problem, costs)
     if parts is None:
         yield lambda: None
         return
+    # As many as there are processors: beside the caller, who takes longest, they are the nice ones.
     with forked(_alone, parts, processes if processes > 1 else 0) as results:
         yield lambda: None if None in (found := results()) else tuple(filter(None, found))
 

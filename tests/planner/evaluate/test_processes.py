@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from hethub.planner.evaluate.processes import forked
+from hethub.planner.evaluate.processes import at_once, forked
 from hethub.spec.errors import BadInput
 
 PARENT = os.getpid()
@@ -21,6 +21,18 @@ def test_results_come_in_the_order_of_their_items(processes: int) -> None:
     with forked(squared, range(10), processes) as results:
         assert results() == [number * number for number in range(10)]
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 8])
+@pytest.mark.parametrize("worth", [1e-9, 1e9])
+def test_what_is_done_at_once_comes_in_order_and_is_forked_where_that_is_worth_it(
+    processes: int, worth: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hethub.planner.evaluate.processes.WORTH_FORKING", worth)
+    found = at_once(lambda number: (number, os.getpid()), range(6), processes)
+    assert [number for number, _ in found] == list(range(6))
+    assert worth < 1 or {process for _, process in found} == {PARENT}
+    assert at_once(squared, [], processes) == []
 
 
 def test_processes_know_what_was_known_before_and_may_be_forked_beside_others() -> None:
