@@ -159,7 +159,8 @@ def write_folder(
     is held. `tokenizer_source` is a tokenizer.json, the text of one, or a Hugging Face folder, whose special token ids
     are kept too; else `end_of_document` becomes eos_token_id. What lies beside a tokenizer.json (its config, chat
     template, how to generate) comes with it, and is written where it does not. `folder` appears complete or not at
-    all. Raises BadInput where it already holds something or the tokenizer is missing, RunFailed where the disk fails.
+    all. Raises BadInput where it already holds something, cannot be made or the tokenizer is missing, RunFailed where the
+    disk fails.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(f"{folder}: is there already; name a new or an empty folder to write to.")
@@ -269,6 +270,11 @@ def _appearing(folder: Path) -> Iterator[Path]:
     temporary = unfinished_of(folder)
     try:
         temporary.mkdir(parents=True)
+    except OSError as error:
+        raise BadInput(
+            f"{folder}: this user cannot write there ({error.strerror}). Allow it or name another folder."
+        ) from None
+    try:
         yield temporary
         temporary.rename(folder)
     except (OSError, SafetensorError) as error:

@@ -18,6 +18,7 @@ from hethub.spec.layout.tensors import EMBEDDING, FINAL_NORM, HEAD, model_tensor
 from hethub.spec.model import ModelSpec
 from hethub.spec.ranges import Range, split
 from tests.support.plain_llama import transformers
+from tests.support.privileges import laid_down
 
 LLAMA_31 = {
     "rope_type": "llama3",
@@ -221,6 +222,17 @@ def test_a_folder_in_use_is_not_overwritten_and_an_empty_one_is_filled(tmp_path:
     (tmp_path / "empty").mkdir()
     write_folder(tmp_path / "empty", model, all_tensors(folder, model), torch.float32)
     assert (tmp_path / "empty" / SINGLE_FILE).exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, folder: Path) -> None:
+    """It was called a failing disk, by an error number and a name that the user has not given."""
+    model = from_hugging_face(folder)
+    (tmp_path / "others").mkdir(mode=0o555)
+    (tmp_path / "file").touch()
+    with laid_down():
+        for parent in ("others", "file"):
+            with pytest.raises(BadInput, match=rf"{parent}/ours: this user cannot write there \("):
+                write_folder(tmp_path / parent / "ours", model, all_tensors(folder, model), torch.float32)
 
 
 def test_a_failed_export_leaves_nothing(tmp_path: Path, folder: Path) -> None:
