@@ -98,7 +98,9 @@ def parse_json(text: str | bytes, name: str, what: str) -> Any:
     except RecursionError:
         raise BadInput(f"{name}: the {what} nests too deeply to be read.") from None
     except json.JSONDecodeError as error:
-        place = f"column {error.colno}" if what == "line" else f"line {error.lineno}, column {error.colno}"
+        place = f"line {error.lineno}, column {error.colno}"
+        if what == "line":  # whose end is no place of its own
+            place = f"column {min(error.pos, len(error.doc.rstrip())) + 1}"
         raise BadInput(f"{name}: the {what} is not valid JSON: {error.msg}, {place}.") from None
     except ValueError as error:
         raise BadInput(f"{name}: the {what} is not valid JSON: {error}.") from None

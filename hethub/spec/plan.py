@@ -86,6 +86,13 @@ class StageSpec(Spec):
         return tuple([rank for replica in self.replicas for rank in replica.ranks])
 
     @cached_property
+    def every_state_share(self) -> dict[int, float]:
+        """Where any are named, each rank's share of the stage's state: those without a name divide what is left."""
+        named, unnamed = self.state_shares, len(self.ranks) - len(self.state_shares)
+        rest = max(0.0, 1.0 - sum(named.values())) / max(1, unnamed)
+        return {rank: named.get(rank, rest) for rank in self.ranks} if named else {}
+
+    @cached_property
     def chunks(self) -> tuple[Range, ...]:
         return tuple(Range(*chunk) for chunk in self.layers)
 

@@ -91,7 +91,7 @@ def test_no_rank_outlives_its_launcher(launcher, trains, tmp_path):
     assert not left, said
 
 
-# A rank that is killed as soon as it has started the helper that asks Open MPI's daemon.
+# A rank that is gone as soon as it has started the helper that asks Open MPI's daemon.
 KILLED_WHILE_IT_ASKS = """
 import os, subprocess
 from hethub.communicator.joining import pmix
@@ -110,7 +110,8 @@ pmix.look_up("nobody.says.it", 1, 600.0)
 @needs_mpirun
 def test_mpirun_does_not_wait_for_the_helper_of_a_rank_that_is_gone(tmp_path):
     running = start_mpirun(1, cwd=tmp_path, program=(sys.executable, "-P", "-c", KILLED_WHILE_IT_ASKS))
-    running.end(patience_seconds=10, hang_seconds=90)
+    ended = running.end(patience_seconds=10, hang_seconds=90)
+    assert (ended.exit_code, ended.stderr) == (0, "")
 
 
 # What slurmstepd does as far as ranks can see: it starts them as its children, in the environment of a step.

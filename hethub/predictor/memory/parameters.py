@@ -135,10 +135,7 @@ def stepped(layout: Layout, software: Software, stage: int, rank: int, held: Hel
     shared, apart = (whole.own, apart) if both_ends_step(layout) else (whole.own + (stage == 0) * whole.apart, 0.0)
     if not spec.state_shares:
         return shared / len(spec.ranks) + apart
-    named = spec.state_shares.get(rank)
-    if named is None:
-        named = (1.0 - sum(spec.state_shares.values())) / (len(spec.ranks) - len(spec.state_shares))
-    return named * shared + apart
+    return spec.every_state_share[rank] * shared + apart
 
 
 def _stepped_apart(layout: Layout, software: Software, stage: int, apart: float) -> float:

@@ -60,6 +60,11 @@ class Shard:
         """The stage's chunks as ranges of its own layers."""
         return from_sizes(chunk.size for chunk in self.layout.chunks(self.stage))
 
+    @property
+    def _moves(self) -> bool:
+        """Whether the stage's units come and go."""
+        return self.spec.zero >= 2 or "parameters" in self.spec.offload
+
     @cached_property
     def bucket_elements(self) -> float:
         """Elements of the two largest neighbouring buckets: of units where these move, of a chunk's matrices else.
@@ -73,7 +78,7 @@ class Shard:
         chunks[0] = (self.parameters.tied, *chunks[0])
         if not self.layout.plan.steps_chunk_by_chunk:
             chunks = [tuple(unit for chunk in chunks for unit in chunk)]
-        if self.spec.zero >= 2 or "parameters" in self.spec.offload:
+        if self._moves:
             return max(a + b for chunk in chunks for a, b in pairwise([min(unit, full) for unit in (0.0, *chunk)]))
         return min(2 * full, max(map(sum, chunks)))
 
@@ -97,6 +102,8 @@ class Shard:
         model, replicas = self.layout.model, self.spec.replicas
         if len(replicas) > 1 and replicas[replica].tp > model.num_kv_heads:
             return True
+        if self.spec.cut_alike:
+            return False
         own = _cuts(model, replicas[replica].tp, replicas[replica].tensor_shares)
         others = [_cuts(model, *sort) for sort in {(each.tp, each.tensor_shares) for each in replicas}]
         return any(not theirs <= mine for other in others for theirs, mine in zip(other, own, strict=True))
@@ -105,8 +112,7 @@ class Shard:
     def _sharing_buckets(self) -> float:
         """The part of the stage's matrices in buckets with others; of a matrix that is a bucket of its own, what a group
         reduces is one run."""
-        moves = self.spec.zero >= 2 or "parameters" in self.spec.offload
-        layers = [1] * self.spec.num_layers if moves else [chunk.size for chunk in self.spec.chunks]
+        layers = [1] * self.spec.num_layers if self._moves else [chunk.size for chunk in self.spec.chunks]
         last = len(layers) - 1 if self.stage == self.layout.num_stages - 1 else None
         counts = [
             _in_shared_buckets(self.layout.model, run, self.stage == 0 and index == 0, index == last)

@@ -99,7 +99,9 @@ class StateCosts:
         if found is None:
             replicas = self.layout.stages[stage].replicas
             ranks = [replica.ranks[min(position, replica.tp - 1)] for replica in replicas]
-            found = self._groups[stage, position] = self.network.group(ranks, self._state_shares[stage])
+            found = self._groups[stage, position] = self.network.group(
+                ranks, self.layout.stages[stage].every_state_share
+            )
         return found
 
     def ring_seconds(self, stage: int, num_bytes: float) -> float:
@@ -385,15 +387,5 @@ class StateCosts:
     def _unevenness(self, stage: int) -> float:
         """How much longer collectives over uneven shares take: as many buckets as the smallest share allows are cut
         evenly, the others take 1.25 times as long (Cephalo's figure, arXiv 2411.01075)."""
-        shares = self._state_shares[stage].values()
+        shares = self.layout.stages[stage].every_state_share.values()
         return 1.0 + 0.25 * (1.0 - min(1.0, len(shares) * min(shares))) if shares else 1.0
-
-    @cached_property
-    def _state_shares(self) -> list[dict[int, float]]:
-        """By stage, every rank's share of its state, where the plan names any."""
-        found = []
-        for stage in self.layout.stages:
-            named, unnamed = stage.state_shares, len(stage.ranks) - len(stage.state_shares)
-            rest = max(0.0, 1.0 - sum(named.values())) / max(1, unnamed)
-            found.append({rank: named.get(rank, rest) for rank in stage.ranks} if named else {})
-        return found

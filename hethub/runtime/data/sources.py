@@ -139,7 +139,7 @@ def records(path: Path, key: str, rule: str) -> Iterator[tuple[str, int, Any]]:
                 continue
             place = f"{path}, line {number}"
             try:
-                record = parse_json(line.rstrip(b"\r\n"), place, "line")
+                record = parse_json(line, place, "line")
             except BadInput as error:
                 raise BadInput(f"{error} {rule}") from None
             if not isinstance(record, dict):

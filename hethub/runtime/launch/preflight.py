@@ -52,6 +52,11 @@ class Agreed(NamedTuple):
     facts: list[Facts]  # by rank
     warnings: list[str]
 
+    @property
+    def restarted(self) -> bool:
+        """Whether a launcher has started any of the ranks before."""
+        return any(own.restarted for own in self.facts)
+
 
 def own_facts(info: LaunchInfo, device: Device, *, read: Any = None, tokens: str = "") -> Facts:
     """This process's facts; `read` is the JSON-able data of its files, `tokens` the fingerprint of its data."""

@@ -43,8 +43,9 @@ def train(
         data = read_data(meeting, job, info, job.model.vocab)
         agreed = agree(meeting, own_facts(info, device, read=told(job), tokens=data.fingerprint), job.cluster)
         compared = check_makers(meeting, job, device, agreed.facts)
-        restarted = any(own.restarted for own in agreed.facts)
-        resume = folder_to_resume(meeting, job, run_dir, resume, restarted=restarted, accept_changes=accept_changes)
+        resume = folder_to_resume(
+            meeting, job, run_dir, resume, restarted=agreed.restarted, accept_changes=accept_changes
+        )
         planned = choose_plan(
             meeting, job, device, agreed.cluster, agreed.facts,
             plan_path=plan_path, profile_path=profile_path, run_dir=run_dir, resume=resume, claim=claim,

@@ -105,9 +105,8 @@ def train_program(
         opened = consensus(meeting, "graph", lambda: _open(made, data, info), patience_seconds=BUILDING_SECONDS)
         agreed = agree(meeting, opened.facts, opened.job.cluster)
         _same_start(meeting, opened)
-        restarted = any(own.restarted for own in agreed.facts)
         resume = folder_to_resume(
-            meeting, opened.job, run_dir, resume, restarted=restarted, accept_changes=accept_changes
+            meeting, opened.job, run_dir, resume, restarted=agreed.restarted, accept_changes=accept_changes
         )
         planned = _plan(
             meeting, opened, agreed.cluster, plan_path,
