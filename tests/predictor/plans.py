@@ -4,7 +4,7 @@ from hethub.predictor import Prediction
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.model import ModelSpec
-from hethub.spec.plan import PlanSpec
+from hethub.spec.plan import PlanSpec, ScheduleName
 
 LLAMA_8B = ModelSpec(
     name="llama-8b", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, max_seq_len=8192
@@ -26,6 +26,20 @@ def cluster(*nodes: tuple[str, int, int], gbps: float | None = 200.0, name: str 
         for i, (a, count, per) in enumerate(nodes)
     ]
     return ClusterSpec.model_validate({"name": name, "nodes": entries})
+
+
+def under(schedule: ScheduleName, plan: PlanSpec, chunks: int = 1) -> PlanSpec:
+    """The plan under a schedule, every stage in so many chunks, a chunk of each in turn; its layers must divide
+    evenly."""
+    size = plan.num_layers // (chunks * len(plan.stages))
+    starts = [
+        [size * (chunk * len(plan.stages) + stage) for chunk in range(chunks)] for stage in range(len(plan.stages))
+    ]
+    stages = [
+        stage.replace(layers=tuple((start, start + size) for start in own))
+        for stage, own in zip(plan.stages, starts, strict=True)
+    ]
+    return plan.replace(schedule=schedule, stages=tuple(stages))
 
 
 def uniform(

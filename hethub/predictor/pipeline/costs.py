@@ -16,7 +16,7 @@ from hethub.predictor.cost.software import Software, element_bytes
 from hethub.predictor.memory.activations import kept_of_layer, kept_per_sample
 from hethub.predictor.memory.parameters import replica_widths
 from hethub.predictor.memory.state import optimizer_bytes
-from hethub.predictor.pipeline.link_loads import Flow, LinkLoads
+from hethub.predictor.pipeline.link_loads import BoundaryTransfer, LinkLoads, Paces
 from hethub.predictor.pipeline.overlap import exposed
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.spec.accelerator import AcceleratorSpec
@@ -69,7 +69,7 @@ class PlanCosts:
         self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._optimizers: dict[tuple[object, ...], float] = {}
         self._ways: dict[tuple[object, ...], Link] = {}
-        self._paces: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._paces: dict[tuple[int, int, int], tuple[Paces, Paces]] = {}
         self.__dict__.pop("loads", None)
         self.__dict__.pop("is_paced", None)
 
@@ -361,31 +361,35 @@ class PlanCosts:
         repeats = self.software.interleave
         return LinkLoads(self.layout, self.network, self.state, self._activation_bytes(1), repeats)
 
-    def paces(self, boundary: int, above: int, below: int) -> tuple[float, float]:
+    def paces(self, boundary: int, above: int, below: int) -> tuple[Paces, Paces]:
         """Seconds per sample below which the messages between two replicas do not follow each other, with the
-        activations and with their gradients; 0.0 where they come no faster, one pass of their sender after the
-        other."""
+        activations and with their gradients."""
         key = self.loads.alike[boundary, above, below]
         found = self._paces.get(key)
         if found is None:
             _, above, below = key
             found = self._paces[key] = (
-                self._pace(Flow(boundary, 0, above, below), above),
-                self._pace(Flow(boundary, 1, above, below), below),
+                self._pace(BoundaryTransfer(boundary, 0, above, below), above),
+                self._pace(BoundaryTransfer(boundary, 1, above, below), below),
             )
         return found
 
-    def _pace(self, flow: Flow, replica: int) -> float:
-        """The same of one flow, that comes from a replica."""
-        giving, found = self.layout.model_chunks[flow.boundary + flow.way], self.loads.seconds_per_sample(flow)
+    def _pace(self, own: BoundaryTransfer, replica: int) -> Paces:
+        """The same of one transfer, that comes from a replica."""
+        giving = self.layout.model_chunks[own.boundary + own.way]
         spec, portions = self.layout.replica(giving.stage, replica), self.state.portions[giving.stage]
         portion = portions[giving.chunk] if len(portions) > 1 else None
-        apart = self.microbatch(giving.stage, replica, spec.micro_batch, portion)[flow.way].total
+        apart = self.microbatch(giving.stage, replica, spec.micro_batch, portion)[own.way].total
         if short := spec.samples % spec.micro_batch:
-            apart = min(apart, self.microbatch(giving.stage, replica, short, portion)[flow.way].total)
-        return found if found * spec.micro_batch * self.software.interleave > apart else 0.0
+            apart = min(apart, self.microbatch(giving.stage, replica, short, portion)[own.way].total)
+        return Paces(
+            *(
+                found if found * spec.micro_batch * self.software.interleave > apart else 0.0
+                for found in self.loads.paces(own)
+            )
+        )
 
     @cached_property
     def is_paced(self) -> bool:
         """Whether messages come faster than some link takes them."""
-        return any(any(self.paces(*key)) for key in set(self.loads.alike.values()))
+        return any(any(own.two_way for own in self.paces(*key)) for key in set(self.loads.alike.values()))

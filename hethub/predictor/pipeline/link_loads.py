@@ -1,9 +1,10 @@
 """What a plan sends over every link in a step, and the pace at which messages share it.
 
-Messages between two replicas are a flow. A flow keeps its own order and waits for no other one. Where a link has more to
-carry than time for it, its flows get parts of its rate by their bytes, so that all would be through at the same moment:
-message after message, a flow goes no faster than (seconds the link needs for all its messages) x (message) / (the flow's
-bytes). Shares that the plan fixes have none of the anomalies of first come, first served (Graham, 1969), where a faster
+Messages from one replica to another are a flow, whatever model chunks they are between. A flow keeps its own order and
+waits for no other one. Where a link has more to carry than time for it, its flows get parts of its rate by their bytes, so
+that all would be through at the same moment: message after message, a flow goes no faster than (seconds the link needs
+for all its messages) x (message) / (the flow's bytes); all of one way, as long as a replica that takes chunks in turn goes
+forward alone, or backward. Shares that the plan fixes have none of the anomalies of first come, first served (Graham, 1969), where a faster
 link can slow a plan. Beside that no step is shorter than any link needs for all its bytes, messages and collectives.
 """
 
@@ -19,13 +20,14 @@ from hethub.predictor.cost.resources import OF_RANKS, Path, Resource
 from hethub.predictor.memory.parameters import RankWidths, StageParameters, rank_widths
 from hethub.predictor.pipeline.state_costs import StateCosts
 from hethub.spec.layout.bind import ALL_IN_FLIGHT, Layout
-from hethub.spec.schedule.microbatches import StageOverlap, sizes_of, stage_overlap
+from hethub.spec.schedule.microbatches import sizes_of, stage_overlap
 
 SAME_MOMENT = 1e-12  # seconds, by which sums may be off
 
 
-class Flow(NamedTuple):
-    """The messages of one way over one boundary between model chunks, from a replica to another."""
+class BoundaryTransfer(NamedTuple):
+    """The messages of one way over one boundary between model chunks, from a replica to another: of a flow where chunks
+    take turns, a part."""
 
     boundary: int  # the model chunk above it
     way: int  # 0 with the activations, 1 with their gradients
@@ -33,9 +35,20 @@ class Flow(NamedTuple):
     below: int
 
 
+class Paces(NamedTuple):
+    """Seconds per sample below which a flow's messages do not follow each other, where others go the same way and where
+    they go both; 0.0 where they come no faster, one pass of their sender after the other."""
+
+    one_way: float
+    two_way: float
+
+
+UNPACED = Paces(0.0, 0.0)
+
+
 class Message(NamedTuple):
     """What a node of a sender gives a flow: from `ready` seconds after the node's end, never later than it, the flow
-    carries these rows for so many seconds."""
+    carries these rows of `meeting` for so many seconds."""
 
     flow: int
     source: int
@@ -55,10 +68,12 @@ class LinkLoads:
         self.stages = [(above.stage, below.stage) for above, below in pairwise(layout.model_chunks)]  # by boundary
         self.boundaries = [boundary for boundary, (above, below) in enumerate(self.stages) if above != below]
         self.leaving: defaultdict[int, list[int]] = defaultdict(list)  # by stage, the boundaries below it
+        self._between: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by stages above and below
         for boundary in self.boundaries:
             self.leaving[self.stages[boundary][0]].append(boundary)
+            self._between[self.stages[boundary]].append(boundary)
         self._leaders = [[replica.ranks[0] for replica in stage.replicas] for stage in layout.stages]
-        self._paths: dict[Flow, Path] = {}
+        self._paths: dict[BoundaryTransfer, Path] = {}
 
     @cached_property
     def samples(self) -> Counter[tuple[int, int, int]]:
@@ -92,52 +107,68 @@ class LinkLoads:
             found[key] = first.setdefault(sort, key)
         return found
 
-    def path(self, flow: Flow) -> Path:
+    def path(self, transfer: BoundaryTransfer) -> Path:
         """From leader to leader."""
-        found = self._paths.get(flow)
+        found = self._paths.get(transfer)
         if found is None:
-            stages = self.stages[flow.boundary]
-            above, below = self._leaders[stages[0]][flow.above], self._leaders[stages[1]][flow.below]
-            found = self._paths[flow] = self.network.path(*((below, above) if flow.way else (above, below)))
+            stages = self.stages[transfer.boundary]
+            above, below = self._leaders[stages[0]][transfer.above], self._leaders[stages[1]][transfer.below]
+            found = self._paths[transfer] = self.network.path(*((below, above) if transfer.way else (above, below)))
         return found
 
     @cached_property
     def messages(self) -> dict[tuple[object, Resource], float]:
-        """Seconds that a resource needs for the messages of a phase: all, or of one way where the two never meet, and
-        of one boundary where chunks go one after the other."""
+        """Seconds that a resource needs for the messages of one way, and where all microbatches pass one chunk before the
+        next, of one chunk of all stages."""
         found = defaultdict[tuple[object, Resource], float](float)
         for key, count in Counter(self.alike.values()).items():
             boundary, above, below = key
             num_bytes = self.samples[key] * self.repeats * self.sample_bytes
             for way in (0, 1):
-                flow = Flow(boundary, way, above, below)
-                phase = self._phase(flow)
-                for resource in self.path(flow).resources:
+                phase = self._phase(boundary, way)
+                for resource in self.path(BoundaryTransfer(boundary, way, above, below)).resources:
                     times = 1 if resource.kind in OF_RANKS else count
                     found[phase, resource] += times * num_bytes / self.network.rate(resource)
         return found
 
-    def _phase(self, flow: Flow) -> object:
-        plan = self.layout.plan
-        if plan.schedule not in ALL_IN_FLIGHT:  # else the two ways never meet
-            return None
-        return (flow.way, flow.boundary) if plan.goes_chunk_by_chunk else flow.way
+    def _phase(self, boundary: int, way: int) -> object:
+        chunk = self.layout.model_chunks[boundary + way].chunk
+        return (way, chunk) if self.layout.plan.goes_chunk_by_chunk else way
 
-    def seconds_per_sample(self, flow: Flow) -> float:
-        """What a flow takes at least from one sample to the next, alone (one message has one interface) or with others.
-        The flow is one of those that stand for others."""
-        (alone, resources), phase = self.path(flow), self._phase(flow)
-        most = max([self.messages[phase, resource] for resource in resources])
-        shared = most / (self.samples[flow.boundary, flow.above, flow.below] * self.repeats)
-        return max(shared, alone.seconds_per_byte * self.sample_bytes)
+    @cached_property
+    def both_ways(self) -> dict[Resource, float]:
+        """Seconds that a resource needs for all messages."""
+        found = defaultdict[Resource, float](float)
+        for (_, resource), seconds in self.messages.items():
+            found[resource] += seconds
+        return found
+
+    def paces(self, transfer: BoundaryTransfer) -> Paces:
+        """What its flow takes at least from one sample to the next, alone (one message has one interface) or with
+        others. The transfer is one of those that stand for others."""
+        (alone, resources), phase = self.path(transfer), self._phase(transfer.boundary, transfer.way)
+        least = alone.seconds_per_byte * self.sample_bytes
+        one_way = max([self.messages[phase, resource] for resource in resources]) / self._carried(transfer, phase)
+        if self.layout.plan.schedule in ALL_IN_FLIGHT:  # there the two ways never meet
+            return Paces(max(one_way, least), max(one_way, least))
+        two_way = max([self.both_ways[resource] for resource in resources]) / self._carried(transfer, None)
+        return Paces(max(one_way, least), max(two_way, least))
+
+    def _carried(self, transfer: BoundaryTransfer, phase: object) -> int:
+        """Samples that the sender gives the receiver in a phase, None for all, over every boundary and either way."""
+        stages, ends = self.stages[transfer.boundary], transfer[2:]
+        same = [(boundary, transfer.way, ends) for boundary in self._between[stages]]
+        turned = [(boundary, 1 - transfer.way, ends[::-1]) for boundary in self._between[stages[::-1]]]
+        return self.repeats * sum(
+            self.samples[boundary, *pair]
+            for boundary, way, pair in same + turned
+            if phase in (None, self._phase(boundary, way))
+        )
 
     @cached_property
     def longest(self) -> tuple[float, float]:
         """Seconds that the fullest resource needs for all its bytes, and for those of messages among them."""
-        messages, both = defaultdict[Resource, float](float), defaultdict[Resource, float](float)
-        for (_, resource), seconds in self.messages.items():
-            messages[resource] += seconds
-            both[resource] += seconds
+        messages, both = self.both_ways, defaultdict[Resource, float](float, self.both_ways)
         for resource, num_bytes in self.traffic.by_resource().items():
             both[resource] += num_bytes / self.network.rate(resource)
         leaders: dict[object, tuple[int, int]] = {
@@ -147,7 +178,7 @@ class LinkLoads:
             if resource.kind in OF_RANKS:
                 num_bytes = self.traffic.of_leader(*leaders[resource.owner], resource)
                 both[resource] += num_bytes / self.network.rate(resource)
-        return max(((seconds, messages[resource]) for resource, seconds in both.items()), default=(0.0, 0.0))
+        return max(((seconds, messages.get(resource, 0.0)) for resource, seconds in both.items()), default=(0.0, 0.0))
 
 
 class StateTraffic:
@@ -227,18 +258,18 @@ class StateTraffic:
 
 
 def meeting(
-    overlap: StageOverlap,
-    paces: Sequence[float],
+    flows: Sequence[int],
+    carried: Sequence[float],
     sources: Sequence[int],
     under_way: Sequence[float],
     computed: Sequence[float],
 ) -> Iterator[Message]:
-    """The messages between two stages that may wait for the one before them on their flow, or keep the one behind.
+    """The messages that may wait for the one before them on their flow, or keep the one behind, flow by flow.
 
-    `paces` are seconds per sample by pair of the overlap, 0 where messages never wait; `sources` and
-    `under_way` come by row of the overlap, `computed` are the seconds that nodes up to each one take. A sender's nodes
-    end at least as far apart as it computes between them: a message is kept by as much as the one before it was, and
-    that one's seconds, exceed this. What is certainly not kept needs no node in a replay.
+    By row the flow, the seconds for which it carries the row, 0 where it never waits, the node that it comes from, and the
+    seconds under way; `computed` are the seconds that nodes up to each one take. A sender's nodes end at least as far apart as
+    it computes between them: a message is kept by as much as the one before it was, and that one's seconds, exceed this.
+    What is certainly not kept needs no node in a replay.
     """
     import numpy as np  # here, since most predictions do without
 
@@ -248,10 +279,7 @@ def meeting(
         found[1:] = column[1:] != column[:-1]
         return found
 
-    numbers = {pair[:2]: number for number, pair in enumerate(overlap.pairs)}
-    flow = np.array([numbers[pair[:2]] for pair in overlap.pairs])[overlap.pair_of]
-    seconds = np.array([pace * pair[2] for pace, pair in zip(paces, overlap.pairs, strict=True)])[overlap.pair_of]
-    source = np.array(sources)
+    flow, seconds, source = np.array(flows), np.array(carried), np.array(sources)
     rows = np.flatnonzero(seconds)
     rows = rows[np.lexsort((source[rows], flow[rows]))]
     begins = np.flatnonzero(changes(flow[rows]) | changes(source[rows]))

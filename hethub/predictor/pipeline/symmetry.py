@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from hethub.predictor.pipeline.costs import MicrobatchCost, PlanCosts
+from hethub.predictor.pipeline.link_loads import Paces
 from hethub.predictor.pipeline.state_costs import Portion
 from hethub.spec.layout.bind import Layout
 from hethub.spec.schedule.microbatches import stage_overlap
@@ -64,7 +65,7 @@ class FoldedCosts(NamedTuple):
         target_stage = stage + 1 if below is None else below
         return self.costs.boundary(stage, self.group[stage][source], self.group[target_stage][target], samples, below)
 
-    def paces(self, boundary: int, above: int, below: int) -> tuple[float, float]:
+    def paces(self, boundary: int, above: int, below: int) -> tuple[Paces, Paces]:
         stages = self.costs.loads.stages[boundary]
         return self.costs.paces(boundary, self.group[stages[0]][above], self.group[stages[1]][below])
 

@@ -5,13 +5,14 @@ round takes as long as its slowest microbatch. Collectives over a chunk are node
 compute.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from operator import attrgetter
+from typing import NamedTuple
 
 from hethub.predictor.pipeline.costs import Parts, PlanCosts
-from hethub.predictor.pipeline.link_loads import meeting
+from hethub.predictor.pipeline.link_loads import Paces, meeting
 from hethub.predictor.pipeline.replay import TaskGraph
 from hethub.predictor.pipeline.symmetry import FoldedCosts
 from hethub.predictor.pipeline.wiring import BoundaryMessages, Place, Run, Way, Wiring, pieces
@@ -20,6 +21,36 @@ from hethub.spec.schedule.microbatches import StageOverlap, load_alone
 from hethub.spec.schedule.orders import ActorOrder
 
 PASSES = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.WEIGHT: 2}  # where they are in a MicrobatchCost
+
+
+class Sent(NamedTuple):
+    """The messages of one way over a boundary: the stages they go from and to, the paces by pair of the overlap, and by row
+    the seconds from the end of the sender's node until it is there."""
+
+    ends: tuple[int, int]
+    way: Way
+    overlap: StageOverlap
+    paces: Sequence[Paces]
+    under_way: list[float]
+
+    @property
+    def is_paced(self) -> bool:
+        return any(own.two_way for own in self.paces)
+
+    def flows(self) -> list[tuple[int, int]]:
+        """By row, the replicas that it goes from and to."""
+        pairs = [pair[:2] for pair in self.overlap.pairs]
+        if self.way.kind is Kind.BACKWARD:
+            pairs = [pair[::-1] for pair in pairs]
+        return [pairs[pair] for pair in self.overlap.pair_of]
+
+    def carried(self) -> list[float]:
+        """By row, the seconds for which its flow carries it, 0 where it never waits."""
+        found = [
+            (own.two_way * samples, own.one_way * samples)
+            for own, (*_, samples) in zip(self.paces, self.overlap.pairs, strict=True)
+        ]
+        return [found[pair][alone] for pair, alone in zip(self.overlap.pair_of, self.way.alone, strict=True)]
 
 
 class Compute:
@@ -34,8 +65,9 @@ class Compute:
         seconds = [each for stage in range(self.layout.num_stages) for each in self._seconds(stage)]
         orders = list(map(list, wiring.orders))
         self.graph = TaskGraph(seconds, wiring.sources[:], [0.0] * len(seconds), orders=orders)
-        for of_boundary in wiring.boundaries:
-            self._add_messages(of_boundary)
+        sent = [each for of_boundary in wiring.boundaries for each in self._messages(of_boundary)]
+        for _, between in groupby(sorted(sent, key=attrgetter("ends")), attrgetter("ends")):
+            self._add_messages(list(between))
 
     def _seconds(self, stage: int) -> list[float]:
         """By node of a stage, what it takes."""
@@ -95,18 +127,14 @@ class Compute:
         costs = [self.costs.microbatch(*place, samples, own if len(portions) > 1 else None) for own in portions]
         return [costs[chunk][PASSES[kind]] for kind, chunk in order.computing]
 
-    def _add_messages(self, of_boundary: BoundaryMessages) -> None:
-        """Lets the microbatches of two stages wait for each other's messages."""
+    def _messages(self, of_boundary: BoundaryMessages) -> Iterator[Sent]:
+        """The messages between two stages over a boundary, each way."""
         boundary, (above, below), overlap, ways = of_boundary
         costs = [self.costs.boundary(above, *pair, below) for pair in overlap.pairs]
         under_way = [costs[pair] for pair in overlap.pair_of]
         both = [self.costs.paces(boundary, one, other) for one, other, _ in overlap.pairs]
-        for way, paces in zip(ways, zip(*both, strict=True), strict=True):
-            seconds = self._sent(way, under_way)
-            if any(paces):
-                self._link_queued(way, *self._queued(overlap, way, paces, seconds))
-            else:
-                self._link(way, seconds)
+        for ends, way, paces in zip(((above, below), (below, above)), ways, zip(*both, strict=True), strict=True):
+            yield Sent(ends, way, overlap, paces, self._sent(way, under_way))
 
     def _sent(self, way: Way, under_way: list[float]) -> list[float]:
         """By row, how long after its sender's node a message is there."""
@@ -118,14 +146,22 @@ class Compute:
         early = self.wiring.by_microbatch(stage, own)
         return [seconds - early[giver] for giver, seconds in zip(way.givers, under_way, strict=True)]
 
-    def _queued(
-        self, overlap: StageOverlap, way: Way, paces: Sequence[float], under_way: list[float]
-    ) -> tuple[list[int], list[float]]:
-        """By row, the node that a message comes from and how long after its end it is there, where messages wait for
-        those before them on their flow: a node of the flow for what a node of its sender gives it. A message that meets
-        no other on its flow needs none."""
-        sources, under_way = list(way.sources), list(under_way)
-        messages = meeting(overlap, paces, way.sources, under_way, self._computed)
+    def _add_messages(self, sent_between: Sequence[Sent]) -> None:
+        """Lets the microbatches of a stage wait for another's messages, and where these may wait for those before them on their
+        flow, for a node of the flow instead of the sender's. A message that meets no other on its flow needs none."""
+        if not any(sent.is_paced for sent in sent_between):
+            for sent in sent_between:
+                self._link(sent.way, sent.under_way)
+            return
+        sources, under_way, pairs, carried = (
+            list(chain.from_iterable(column))
+            for column in zip(
+                *((sent.way.sources, sent.under_way, sent.flows(), sent.carried()) for sent in sent_between),
+                strict=True,
+            )
+        )
+        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+        messages = meeting([numbers[pair] for pair in pairs], carried, sources, under_way, self._computed)
         for _, each in groupby(messages, attrgetter("flow")):
             own = list(each)
             nodes = self.graph.add_stream([(message.seconds, message.source, message.ready) for message in own])
@@ -133,7 +169,10 @@ class Compute:
                 self.senders[node] = message.source
                 for row in message.rows:
                     sources[row], under_way[row] = node, under_way[row] - message.ready - message.seconds
-        return sources, under_way
+        stop = 0
+        for sent in sent_between:
+            start, stop = stop, stop + len(sent.under_way)
+            self._link(sent.way._replace(sources=sources[start:stop]), under_way[start:stop])
 
     @cached_property
     def _computed(self) -> list[float]:
@@ -142,14 +181,8 @@ class Compute:
 
     def _link(self, way: Way, seconds: list[float]) -> None:
         """Lets microbatches wait for messages, which come by row, with samples of theirs."""
-        under_way, needs = self.graph.under_way, self.graph.needs
+        sources, under_way, needs = self.graph.sources, self.graph.under_way, self.graph.needs
         for node, row in zip(way.waiting, way.firsts, strict=True):
-            under_way[node] = seconds[row]
+            sources[node], under_way[node] = way.sources[row], seconds[row]
         for node, row in way.others:
             needs[node].append((way.sources[row], seconds[row]))
-
-    def _link_queued(self, way: Way, sources: list[int], seconds: list[float]) -> None:
-        """The same where some come from nodes of their flow."""
-        for node, row in zip(way.waiting, way.firsts, strict=True):
-            self.graph.sources[node] = sources[row]
-        self._link(way._replace(sources=sources), seconds)

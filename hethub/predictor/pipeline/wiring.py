@@ -36,6 +36,7 @@ class Way(NamedTuple):
     giving: ChunkPlace
     givers: list[int]  # by row, the sender's place on the sample axis
     sources: list[int]  # by row, the node that sends
+    alone: list[bool]  # by row, whether its sender takes chunks in turn and goes one way yet, or no more than one
     waiting: list[int]  # the nodes that wait for a message as for their source
     firsts: list[int]  # the row of that message
     others: list[tuple[int, int]]  # nodes that wait for a message beside, and its row
@@ -141,13 +142,32 @@ class Wiring:
         (giving, senders), (taking, receivers) = givers, takers
         given, waiting = self._nodes(kind, *giving), self._nodes(kind, *taking)
         sources = [given[place] for place in senders]
+        alone = self._alone(giving[0], senders, sources)
         if self.layout.plan.runs_in_rounds(taking[0]):  # a node is of several microbatches
             beside = [(waiting[place], row) for row, place in enumerate(receivers)]
-            return Way(kind, giving, senders, sources, [], [], beside)
+            return Way(kind, giving, senders, sources, alone, [], [], beside)
         for node, row in zip(waiting, firsts, strict=True):
             self.sources[node] = sources[row]
         beside = [(waiting[receivers[row]], row) for row in others]
-        return Way(kind, giving, senders, sources, waiting, firsts, beside)
+        return Way(kind, giving, senders, sources, alone, waiting, firsts, beside)
+
+    def _alone(self, stage: int, senders: list[int], sources: list[int]) -> list[bool]:
+        """By row, whether its node comes before its replica's first backward or behind its last forward. Not where a stage
+        is one chunk: it is about to turn after a few microbatches."""
+        if self.layout.plan.num_chunks == 1:
+            return [False] * len(sources)
+        both = []  # by replica, its nodes between the two
+        for replica in self._replicas(stage):
+            run = self.runs[stage, replica]
+            spans = run.order.spans
+            first = min(own[0] for (kind, _), own in spans.items() if kind is Kind.BACKWARD)
+            last = max(own[1] for (kind, _), own in spans.items() if kind is Kind.FORWARD)
+            both.append(range(run.nodes[first], run.nodes[last] + 1))
+        replicas = self.layout.microbatchings[stage].replicas
+        return [node not in both[replicas[place]] for place, node in zip(senders, sources, strict=True)]
+
+    def _replicas(self, stage: int) -> range:
+        return range(len(self.layout.stages[stage].replicas))
 
     def _nodes(self, kind: Kind, stage: int, chunk: int) -> list[int]:
         """The node of each of a stage's microbatches, in order of the sample axis."""
@@ -160,7 +180,7 @@ class Wiring:
     def turns(self, kind: Kind, stage: int, chunk: int) -> list[tuple[Run, list[int]]]:
         """Each replica's run, and where in its order its own microbatches come."""
         found = []
-        for replica in range(len(self.layout.stages[stage].replicas)):
+        for replica in self._replicas(stage):
             run = self.runs[stage, replica]
             positions = run.order.positions[kind, chunk]
             if self.layout.plan.runs_in_rounds(stage):

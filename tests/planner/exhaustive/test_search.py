@@ -30,6 +30,7 @@ from hethub.predictor import predict
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.pipeline.link_loads import UNPACED
 from hethub.predictor.pipeline.step import step_times
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
@@ -99,7 +100,7 @@ def test_a_point_takes_what_is_predicted_and_no_less_than_its_bound(
         assert floor * (1 - 1e-9) <= timed <= seconds * (1 + 1e-9)
         # Where messages come faster than a link takes them, their wait comes on top.
         unpaced = PlanCosts(layout, HETHUB, packaged())
-        unpaced.paces = lambda *flow: (0.0, 0.0)  # type: ignore[method-assign]
+        unpaced.paces = lambda *flow: (UNPACED, UNPACED)  # type: ignore[method-assign]
         exact += timed == pytest.approx(step_times(layout, unpaced).seconds, rel=1e-9)
     assert exact == 20
 

@@ -16,7 +16,7 @@ from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import bind
-from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
+from tests.predictor.plans import LLAMA_8B, TINY, cluster, under, uniform
 
 
 @pytest.mark.parametrize(
@@ -244,6 +244,18 @@ def test_messages_queue_on_the_wire(schedule: str, gbps: float) -> None:
     assert times * wire <= found.step_seconds < 1.1 * times * wire + 2.0 * found.breakdown["compute"]
     assert found.breakdown["pp"] > 0.4 * found.step_seconds
     assert sum(found.breakdown.values()) == pytest.approx(found.step_seconds)
+    assert predict(layout, with_timeline=True).step_seconds == pytest.approx(found.step_seconds, rel=1e-3)
+
+
+def test_chunks_that_take_turns_share_one_wire() -> None:
+    """64 microbatches of two stages of four chunks each: either way the wire carries every one seven times, one message after
+    the other. Once the messages of each boundary had a seventh of it for themselves, however idle the others' were."""
+    on = cluster(("H100-SXM5-80GB", 1, 1), ("MI300X", 1, 1), gbps=1.0)
+    layout = uniform(LLAMA_8B.replace(layers=8), on, tp=1, pp=2, micro_batch=1, batch=64, seq=2048)
+    layout = bind(under("interleaved", layout.plan, 4), layout.model, on)
+    wire = 7 * 64 * 2048 * LLAMA_8B.hidden * 2 / (1e9 / 8 * packaged().links["between_nodes_fraction"])
+    found = predict(layout)
+    assert wire <= found.step_seconds < 1.1 * wire + 2.0 * found.breakdown["compute"]
     assert predict(layout, with_timeline=True).step_seconds == pytest.approx(found.step_seconds, rel=1e-3)
 
 

@@ -26,8 +26,9 @@ from hethub.predictor.pipeline.step import step_times
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.state import StateMap
+from hethub.spec.plan import ScheduleName
 from hethub.spec.schedule.microbatches import overlaps
-from tests.predictor.plans import LLAMA_8B, cluster, uniform
+from tests.predictor.plans import LLAMA_8B, cluster, under, uniform
 from tests.spec.random_plans import any_cases
 
 DRAWS, SEED, MOST = int(os.environ.get("LAWS", "60")), int(os.environ.get("LAWS_SEED", "0")), 500
@@ -356,13 +357,14 @@ def profile_of(layout: Layout, links: tuple[LinkTiming, ...]) -> ProfileSpec:
     )
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "interleaved", "ministages"])
 @pytest.mark.parametrize("gbps", [2.0, 8.0, 40.0])
-def test_replicas_that_share_slow_links_are_replayed_once(schedule: str, gbps: float) -> None:
+def test_replicas_that_share_slow_links_are_replayed_once(schedule: ScheduleName, gbps: float) -> None:
     """And few of their microbatches: eight replicas of two makers on machines whose cards all of them share."""
     on = cluster(("A100-SXM4-80GB", 2, 4), ("MI250X-GCD", 2, 4), gbps=gbps)
     layout = uniform(LLAMA_8B.replace(layers=8), on, tp=1, pp=4, micro_batch=1, batch=4 * 60, seq=2048, zero=1)
-    layout = bind(layout.plan.replace(schedule=schedule), layout.model, on)
+    chunks = 2 if schedule in ("interleaved", "ministages") else 1
+    layout = bind(under(schedule, layout.plan, chunks), layout.model, on)
     costs = PlanCosts(layout, HETHUB, packaged())
     assert costs.is_paced
     folded, full = (step_times(layout, costs, full=full).seconds for full in (False, True))
