@@ -189,20 +189,18 @@ class Estimator:
         floor = (fill + stages.busy).max(axis=1) + first
         # Under zero_bubble, weights' gradients fill the drain.
         waits = np.where(own.filled[:, None], slack, gap + drain)
-        chunks = np.array([candidate.chunks for candidate in own.candidates])
+        chunks = np.array([candidate.chunks for candidate in own.candidates])[:, None]
+        covered = stages.covered
         if (chunks > 1).any():  # a microbatch goes on after a chunk
-            waits = np.where(
-                chunks[:, None] > 1,
-                ((stages.microbatch.sum(axis=1) / chunks)[:, None] - stages.microbatch / chunks[:, None]),
-                waits,
-            )
-            fill = np.where(chunks[:, None] > 1, fill[:, :1], fill)
-            floor = np.where(chunks > 1, (fill + stages.busy).max(axis=1) + first, floor)
+            between, beside = self._between_chunks(own, chunks)
+            waits, covered = np.where(chunks > 1, between, waits), np.where(chunks > 1, beside, covered)
+            fill = np.where(chunks > 1, fill[:, :1], fill)
+            floor = np.where(chunks[:, 0] > 1, (fill + stages.busy).max(axis=1) + first, floor)
         end = (fill + stages.busy + waits).max(axis=1)
         if several.any():
             around = in_flight.slowest_cycle(trips, stages.microstep, held, self.problem.batch.global_batch, own.first)
-            end = np.where(several & (chunks == 1), np.maximum(end, stages.finish[:, 0] - first + around), end)
-        reduce = np.maximum(stages.tail, stages.reduce - stages.covered)
+            end = np.where(several & (chunks[:, 0] == 1), np.maximum(end, stages.finish[:, 0] - first + around), end)
+        reduce = np.maximum(stages.tail, stages.reduce - covered)
         if self.problem.model.tied_head:
             tied = np.array(
                 [self._tied(candidate) if len(candidate.stages) > 1 else 0.0 for candidate in own.candidates]
@@ -211,6 +209,20 @@ class Estimator:
             reduce[:, -1] += tied
         shown = np.maximum(0.0, (reduce - drain).max(axis=1))
         return end + shown + first, floor
+
+    def _between_chunks(self, own: "_SideBySide", chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[candidate, stage]: seconds that stages of so many chunks [candidate, 1] wait for microbatches to come round, and
+        those of their reduction that go beside their last backwards."""
+        stages, depth = own.stages, own.rows.shape[1] - own.first[:, None]
+        every = np.ceil(stages.microbatches)
+        all_at_once = np.array([self._pattern(candidate).holds_all for candidate in own.candidates])[:, None]
+        passing = np.where(all_at_once, every, every / np.maximum(1, every // depth))
+        waits = in_flight.waits_between_chunks(stages, own.p2p_seconds, passing, chunks)
+        # Interleaved, links carry both ways at once, and all chunks but the last to be done are reduced beside others.
+        carried = (2 * chunks - 1) * every * own.p2p_seconds.max(axis=1, initial=0.0, keepdims=True)
+        beside = np.minimum(passing * stages.backward, stages.reduce) * (1 - 1 / chunks)
+        waits = np.where(all_at_once, waits, np.maximum(waits, carried - stages.busy))
+        return waits, np.where(all_at_once, stages.covered, np.maximum(stages.covered, beside))
 
     def _pattern(self, candidate: Candidate) -> Pattern:
         return Pattern(candidate.schedule or self.problem.schedule, candidate.chunks)

@@ -11,6 +11,8 @@ from functools import cache
 
 import numpy as np
 
+from hethub.planner.estimate.stage_figures import StageEstimate
+
 
 def round_trips(microbatch: np.ndarray, microstep: np.ndarray, p2p_seconds: np.ndarray) -> np.ndarray:
     """[candidate, s, t]: for t >= s the seconds until what stage s sends down comes back from stage t, both passes of
@@ -92,6 +94,22 @@ def enough_in_flight(
         below = np.ceil(held[:, s + 1] * microstep[:, s + 1] / microstep[:, s])
         held[:, s] = np.maximum(np.minimum(wanted, microbatches[:, s]), below)
     return held
+
+
+def waits_between_chunks(
+    stages: StageEstimate, p2p_seconds: np.ndarray, passing: np.ndarray, chunks: np.ndarray
+) -> np.ndarray:
+    """[candidate, stage]: seconds that stages of so many chunks [candidate, 1] wait in a step. Microbatches pass a chunk
+    `passing` one behind the other; the first of them must be round the pipeline before the next chunk is begun, the way
+    from the last stage to the first being as long as the longest between two."""
+    between = p2p_seconds.sum(axis=1, keepdims=True)
+    longest = p2p_seconds.max(axis=1, initial=0.0, keepdims=True)
+    waits = (stages.microbatch.sum(axis=1, keepdims=True) - stages.microbatch) / chunks + 2 * between
+    for seconds in (stages.forward, stages.backward):
+        ahead = ((passing * seconds).max(axis=1, keepdims=True) - seconds.sum(axis=1, keepdims=True)) / chunks
+        waits += (chunks - 1) * np.maximum(0.0, between + longest - ahead)
+    found: np.ndarray = waits
+    return found
 
 
 def sent_until_back(until_back: np.ndarray, forward: np.ndarray, microstep: np.ndarray) -> np.ndarray:

@@ -11,6 +11,8 @@ from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.stage_figures import Placed
 from hethub.planner.estimate.stage_times import StageTimes
+from hethub.planner.evaluate.evaluator import Evaluator
+from hethub.planner.generate.modes import under
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.spec.job import ConstraintsSpec
@@ -83,6 +85,22 @@ def test_no_microbatches_in_flight_and_neither_schedule_bring_an_estimate_below_
             for schedule in (None, "zero_bubble"):
                 other = replace(candidate, extra_in_flight=extra_in_flight, schedule=schedule)  # type: ignore[arg-type]
                 assert estimator.floor(candidate) <= estimator.seconds(other) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("gbps", [0.1, 0.2, 2.0])
+@pytest.mark.parametrize("pattern", [Pattern("interleaved", 2), Pattern("interleaved", 4), Pattern("ministages", 4)])
+def test_chunks_over_slow_links_are_estimated_as_they_are_predicted(pattern: Pattern, gbps: float) -> None:
+    """Once nothing was said of the messages between chunks: half of what is predicted, and less."""
+    on = cluster(("amd", 2, 0.05, 4.0), ("nvidia", 2, 0.05, 4.0))
+    on = on.replace(nodes=tuple(node.replace(gbps_per_nic=gbps) for node in on.nodes))
+    asked = pose(TINY.replace(layers=16), on, Batch(16, 64, "fp32"), ConstraintsSpec())
+    costs = Estimator(asked)
+    one = Candidate(
+        (stage(8, SLOW._replace(micro_batch=1, number=2)), stage(8, FAST._replace(micro_batch=1, number=2)))
+    )
+    found = Evaluator(asked, costs).evaluate(under(pattern, one, asked))
+    assert found is not None
+    assert costs.seconds(found.candidate) == pytest.approx(found.seconds, rel=0.05)
 
 
 def test_stages_of_unlike_widths_are_estimated_together_as_alone() -> None:
