@@ -16,11 +16,15 @@ PLACED = 8  # of the plans found without a device type, the fastest, evaluated i
 
 
 def leave_out(problem: Problem, incumbent: Incumbent) -> Evaluation | None:
-    """The best plan after looking at plans without the slowest accelerators, without the next slowest too, and so on:
-    until what is left, at its best, is slower than the best plan."""
-    costs = incumbent.costs.unit_costs
-    rates = [device_type.size * costs.layer_rate(index) for index, device_type in enumerate(problem.device_types)]
-    used = sorted(range(len(problem.device_types)), key=costs.layer_rate)
+    """The best plan after looking at plans without the accelerators with the least memory, as long as none fits, and then
+    without the slowest, the next slowest too, and so on: until what is left, at its best, is slower than the best plan."""
+    costs, device_types = incumbent.costs.unit_costs, problem.device_types
+    rates = [device_type.size * costs.layer_rate(index) for index, device_type in enumerate(device_types)]
+    used = list(range(len(device_types)))
+    while incumbent.best is None and len(used) > 1 and not incumbent.out_of_time:
+        used = sorted(used, key=lambda device_type: device_types[device_type].memory_bytes)[1:]
+        _search_without(problem, incumbent, sorted(used))
+    used.sort(key=costs.layer_rate)
     while incumbent.best is not None and len(used) > 1 and not incumbent.out_of_time:
         used = used[1:]
         reached = incumbent.best.prediction.percent_of_ceiling / 100.0

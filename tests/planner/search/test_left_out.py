@@ -41,5 +41,14 @@ def test_the_runners_up_say_what_all_of_them_would_give(found):
     assert all(runner.step_seconds >= shortest.step_seconds for runner in found.runners_up)
 
 
+@pytest.mark.parametrize("small", [0, 1])
+def test_what_has_no_room_for_anything_is_left_unused(small: int) -> None:
+    """Its maker's libraries alone fill it. Once nothing fitted wherever such accelerators were among the others."""
+    nodes = [("amd", 2, 1.0, 4.0), ("amd", 2, 0.05, 4.0)]
+    nodes[small] = (*nodes[small][:3], 0.05)
+    found = plan(TINY, cluster(*nodes), QUESTION, with_bounds=False)
+    assert found.plan.unused == (2 * small, 2 * small + 1)
+
+
 def test_what_helps_is_used():
     assert plan(TINY, MIXED, (48, 64, "fp32"), with_bounds=False).plan.unused == ()
