@@ -31,8 +31,7 @@ def earliest_finish(total: int, per_sample: np.ndarray, numbers: np.ndarray) -> 
     `numbers` [sort] or [case, sort] of like replicas, 0 where a case has none, need `per_sample` [case, sort] seconds:
     parts of a microbatch are taken as proportional. At most a millionth of the slowest's one sample too late."""
     if numbers.shape[-1] == 1:
-        alone: np.ndarray = per_sample[:, 0] * np.ceil(total / numbers[..., 0])
-        return alone
+        return per_sample[:, 0] * np.ceil(total / numbers[..., 0])
     low = total / (numbers / per_sample).sum(axis=1)
     slowest = np.where(numbers > 0, per_sample, 0.0).max(axis=1)
     high = low + slowest  # time for one more sample on everyone
@@ -45,8 +44,7 @@ def earliest_finish(total: int, per_sample: np.ndarray, numbers: np.ndarray) -> 
 
 def within(seconds: np.ndarray, per_sample: np.ndarray) -> np.ndarray:
     """[case, sort]: the samples that a replica ends in time."""
-    ended: np.ndarray = np.floor(seconds[:, None] / per_sample + 1e-9)
-    return ended
+    return np.floor(seconds[:, None] / per_sample + 1e-9)
 
 
 def largest_able(is_able: Callable[[int], bool], most: int) -> int:

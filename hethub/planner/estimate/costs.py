@@ -152,5 +152,4 @@ def rank_parameters(
     held = [RankParameters.of(model, rank_widths(model, degree)[0]) for degree in tp.tolist()]
     rank = RankParameters(*map(np.array, zip(*held, strict=True)))
     apart = first & ~last if model.tied_head else np.zeros_like(first)
-    count: np.ndarray = rank.of_layers(layers, first, last) - apart * rank.table
-    return count
+    return rank.of_layers(layers, first, last) - apart * rank.table

@@ -261,8 +261,7 @@ class Estimator:
         ranks = np.array(
             [[0] * (held.shape[1] - len(c.stages)) + [stage.ranks for stage in c.stages] for c in own.candidates]
         )
-        found: np.ndarray = (hosted * ranks).sum(axis=1) <= ranks.sum(axis=1)
-        return found
+        return (hosted * ranks).sum(axis=1) <= ranks.sum(axis=1)
 
     def _held_under(self, own: "_SideBySide", patterns: Sequence[Pattern]) -> np.ndarray:
         """[candidate, stage]: microbatches held under schedules that leave no choice: all, or interleaved what fills
@@ -309,8 +308,7 @@ class Estimator:
 
         def stepped(most: np.ndarray) -> np.ndarray:
             more = np.minimum.accumulate(np.maximum(most - held, 0) * micro, axis=1)
-            found: np.ndarray = held + np.floor(more / micro)
-            return found
+            return held + np.floor(more / micro)
 
         wanted = stepped(most)
         room = np.floor(self._most_under_way(own, wanted)[:, None] / micro)  # beside what is put off
@@ -319,15 +317,14 @@ class Estimator:
 
     def _surely_fits(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
         """[candidate]: whether every stage has room for its microbatches in flight, and for what it may put off."""
-        able: np.ndarray = ((held <= own.stages.sure) | own.blank).all(axis=1)
+        able = ((held <= own.stages.sure) | own.blank).all(axis=1)
         if own.filled.any():
             able[own.filled] &= self._has_room_to_put_off(own.at(own.filled), held[own.filled])
         return able
 
     def _has_room_to_put_off(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
         """[candidate]: whether under zero_bubble there is memory for what is put off."""
-        able: np.ndarray = own.widest(held) <= self._most_under_way(own, held)
-        return able
+        return own.widest(held) <= self._most_under_way(own, held)
 
     def _most_under_way(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
         """[candidate]: up to how many samples every stage has memory for under zero_bubble, where all others may put
@@ -335,7 +332,7 @@ class Estimator:
         free, microbatch, each = self._rows.rooms(own.rows)  # [candidate, stage, sort]
         deferred_wgrad = np.trunc((free - held[:, :, None] * microbatch) / np.maximum(each, 1.0)).min(axis=2)
         boundless = own.blank | (deferred_wgrad >= np.maximum(np.ceil(own.stages.microbatches) - held, 0))
-        most: np.ndarray = np.where(boundless, np.inf, own.stages.microstep * (held + deferred_wgrad + 1) - 1)
+        most = np.where(boundless, np.inf, own.stages.microstep * (held + deferred_wgrad + 1) - 1)
         return most.min(axis=1)
 
     def _tied(self, candidate: Candidate) -> float:
@@ -367,8 +364,7 @@ class _SideBySide(NamedTuple):
 
     def widest(self, held: np.ndarray) -> np.ndarray:
         """[candidate]: the most samples that are under way in a stage."""
-        most: np.ndarray = np.where(self.blank, 0.0, self.stages.microstep * held).max(axis=1)
-        return most
+        return np.where(self.blank, 0.0, self.stages.microstep * held).max(axis=1)
 
     def at(self, chosen: np.ndarray) -> "_SideBySide":
         """Some of the candidates."""

@@ -19,7 +19,7 @@ def round_trips(microbatch: np.ndarray, microstep: np.ndarray, p2p_seconds: np.n
     all on the way included; `p2p_seconds` [candidate, boundary]."""
     starts = np.zeros_like(microbatch)
     np.cumsum(microbatch[:, :-1] + 2 * p2p_seconds, axis=1, out=starts[:, 1:])
-    trips: np.ndarray = (starts + microbatch)[:, None, :] - starts[:, :, None]
+    trips = (starts + microbatch)[:, None, :] - starts[:, :, None]
     unlike = (microstep != microstep[:, :1]).any(axis=1)
     if unlike.any():
         trips[unlike] += _repeated(microbatch[unlike], microstep[unlike])
@@ -41,8 +41,7 @@ def _repeated(microbatch: np.ndarray, microstep: np.ndarray) -> np.ndarray:
 def _largest_between(figures: np.ndarray) -> np.ndarray:
     """[candidate, s, t]: the largest of the figures [candidate, stage] from s to t, and of 0."""
     own = figures[:, None, :] * _upper(figures.shape[1])
-    largest: np.ndarray = np.maximum.accumulate(own, axis=2, out=own)
-    return largest
+    return np.maximum.accumulate(own, axis=2, out=own)
 
 
 @cache
@@ -77,8 +76,7 @@ def slowest_cycle(
     rates[np.arange(rates.shape[1]) < np.reshape(first, (-1, 1))] = 0.0
     slowest = rates.argmax(axis=1)[:, None]
     left = np.maximum(samples - np.take_along_axis(microstep, slowest, 1), 0.0)
-    seconds: np.ndarray = (np.take_along_axis(rates, slowest, 1) * left)[:, 0] + trips[:, 0, -1]
-    return seconds
+    return (np.take_along_axis(rates, slowest, 1) * left)[:, 0] + trips[:, 0, -1]
 
 
 def enough_in_flight(
@@ -117,5 +115,4 @@ def sent_until_back(until_back: np.ndarray, forward: np.ndarray, microstep: np.n
     the way, until the first is back `until_back` seconds after its own; `forward` are seconds of a microbatch. A stage that
     holds so many never waits for a backward: where stages are alike it is what ZB-H2 holds (arXiv 2401.10241)."""
     apart = np.maximum.accumulate(forward / microstep, axis=1) * microstep
-    found: np.ndarray = 1 + np.ceil(until_back / np.maximum(apart, 1e-12) - 1e-6)
-    return found
+    return 1 + np.ceil(until_back / np.maximum(apart, 1e-12) - 1e-6)

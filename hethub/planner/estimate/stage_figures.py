@@ -112,5 +112,4 @@ class Sums(NamedTuple):
 
     def by_layer(self, layers: np.ndarray | float, width: int) -> np.ndarray:
         """The same, layer by layer."""
-        found: np.ndarray = self.latency * layers + self.per_byte * self.parameters * width
-        return found
+        return self.latency * layers + self.per_byte * self.parameters * width

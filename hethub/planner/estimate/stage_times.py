@@ -268,7 +268,7 @@ class StageTimes:
             * sums.parameters
             / np.where(own.zero > 0, own.shards.max(axis=1), own.replicas)
         )
-        found: np.ndarray = saved + optimizer + _offloads(own, "parameters") * kept * self.costs.width
+        found = saved + optimizer + _offloads(own, "parameters") * kept * self.costs.width
         return found / np.array(
             [min(self._host_bytes[group.device_type] for group in p.stage.groups) for p in own.stages]
         )
@@ -279,15 +279,13 @@ class StageTimes:
             [self._host_bytes[group.device_type] * self._host[group.device_type] for group in p.stage.groups]
             for p in own.stages
         ]
-        found: np.ndarray = (self._copied(own) / np.array(_padded(sizes, own.numbers.shape[1], 1.0))).max(axis=1)
-        return found
+        return (self._copied(own) / np.array(_padded(sizes, own.numbers.shape[1], 1.0))).max(axis=1)
 
     def _stored(self, own: Side, sums: Sums) -> np.ndarray:
         """[stage]: seconds of new weights on their way over the accelerators to all hosts."""
         seconds = 2 * self.costs.width * sums.parameters * self._host_seconds(own, self._host)
         sent = (own.replicas > 1) & (own.zero > 0) & (own.zero < 3)  # else each rank steps all that it holds
-        found: np.ndarray = np.where(_offloads(own, "parameters") & sent, seconds, 0.0)
-        return found
+        return np.where(_offloads(own, "parameters") & sent, seconds, 0.0)
 
     def _host_seconds(self, own: Side, each: Sequence[float]) -> np.ndarray:
         """[stage]: of a byte between host and accelerator, where it takes longest."""
@@ -381,8 +379,7 @@ def _covered(own: Side, division: Division) -> np.ndarray:
     """[stage]: seconds from the beginning of the last of its replicas' last backwards until all are through."""
     ends = np.where(own.numbers > 0, division.taken * division.per_sample, 0.0)
     begun = np.where(own.numbers > 0, ends - own.backward * np.minimum(1.0, division.taken / own.micro_batches), 0.0)
-    found: np.ndarray = ends.max(axis=1) - begun.max(axis=1)
-    return found
+    return ends.max(axis=1) - begun.max(axis=1)
 
 
 def _room(at: Coefficients, layers: Any, shards: Any, capacity: Any) -> Room:

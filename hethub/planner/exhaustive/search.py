@@ -200,8 +200,7 @@ def step_seconds(points: Sequence[Point], nodes: Sequence[Node]) -> list[float]:
         )
         for ends, own in zip(ends_of(nodes, passed, p2p_costs), stages, strict=True)
     ]
-    seconds: list[float] = (np.maximum.reduce(reduced) + first).tolist()
-    return seconds
+    return (np.maximum.reduce(reduced) + first).tolist()
 
 
 def _candidate(point: Point, incumbent: Incumbent) -> Candidate:

@@ -50,8 +50,7 @@ class Lines(NamedTuple):
         return Lines(*(part[chosen] for part in self))
 
     def replicas(self, table: Table) -> np.ndarray:
-        replicas: np.ndarray = table.units[self.rows] // self.stages
-        return replicas
+        return table.units[self.rows] // self.stages
 
 
 class Best(NamedTuple):
@@ -157,7 +156,7 @@ def _all_lines(problem: Problem, table: Table, num_orders: int, *, memory_counts
 def _is_pure(table: Table, lines: Lines) -> np.ndarray:
     """Whether every stage holds one device type of unit only, as HETHUB's stages do."""
     counts = table.counts[lines.rows]
-    pure: np.ndarray = (counts % lines.replicas(table)[:, None] == 0).all(axis=1) & (lines.orders != SIDE_BY_SIDE)
+    pure = (counts % lines.replicas(table)[:, None] == 0).all(axis=1) & (lines.orders != SIDE_BY_SIDE)
     return pure | ((counts > 0).sum(axis=1) == 1)
 
 

@@ -26,14 +26,12 @@ class Stages:
     @cached_property
     def first(self) -> np.ndarray:
         """[arrangement]: its first stage."""
-        found: np.ndarray = np.cumsum(self.numbers) - self.numbers
-        return found
+        return np.cumsum(self.numbers) - self.numbers
 
     @cached_property
     def last(self) -> np.ndarray:
         """[arrangement]: its last stage."""
-        found: np.ndarray = np.cumsum(self.numbers) - 1
-        return found
+        return np.cumsum(self.numbers) - 1
 
     @cached_property
     def of(self) -> np.ndarray:
@@ -43,8 +41,7 @@ class Stages:
     @cached_property
     def before(self) -> np.ndarray:
         """[stage]: how many stages of its arrangement come before it."""
-        found: np.ndarray = np.arange(len(self.of)) - self.first[self.of]
-        return found
+        return np.arange(len(self.of)) - self.first[self.of]
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,7 @@ class Arrangements:
     @cached_property
     def replicas(self) -> np.ndarray:
         """[stage]."""
-        found: np.ndarray = self.composition.sum(axis=0)
-        return found
+        return self.composition.sum(axis=0)
 
     def only(self, chosen: np.ndarray) -> "Arrangements":
         """Those where `chosen` [arrangement] is true."""
@@ -117,8 +113,7 @@ def room_for(problem: Problem, table: Table, rows: np.ndarray, stages: int) -> n
     per_layer = per_layer + memory.state_layer[rows, :, MIDDLE] / shards
     most = np.where(counts > 0, np.ceil(counts / replicas) + 1, 0.0)
     held = np.divide(table.capacity[rows], per_layer, out=np.zeros_like(per_layer), where=counts > 0)
-    room: np.ndarray = (most * held).sum(axis=1) >= problem.model.layers
-    return room
+    return (most * held).sum(axis=1) >= problem.model.layers
 
 
 def _linear(problem: Problem, table: Table, own: Arrangements) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -137,7 +132,7 @@ def _linear(problem: Problem, table: Table, own: Arrangements) -> tuple[np.ndarr
         numbers = composition.take(stage, axis=1)
         part = (numbers * figures[own.rows].T).sum(axis=0) / (numbers * layer.take(stage, axis=1)).sum(axis=0)
         extra[stage] += per_layer[stage] * part
-    latency: np.ndarray = np.where(present, table.microbatch.T.take(rows, axis=1), 0.0).max(axis=0)
+    latency = np.where(present, table.microbatch.T.take(rows, axis=1), 0.0).max(axis=0)
     return per_layer, extra, latency
 
 
@@ -171,8 +166,7 @@ def _spread(total: int, stages: Stages, per_layer: np.ndarray, extra: np.ndarray
         return np.minimum(np.maximum(np.floor((deadline.take(stages.of) - extra) / per_layer + 1e-9), 1), most)
 
     def sums(values: np.ndarray) -> np.ndarray:
-        found: np.ndarray = np.add.reduceat(values, stages.first)
-        return found
+        return np.add.reduceat(values, stages.first)
 
     low = (total + sums(extra / per_layer)) / sums(1 / per_layer)
     high = low + np.maximum.reduceat(per_layer, stages.first)

@@ -42,8 +42,7 @@ class Table:
     @cached_property
     def units(self) -> np.ndarray:
         """[combination]: how many units it makes of the cluster."""
-        found: np.ndarray = self.counts.sum(axis=1)
-        return found
+        return self.counts.sum(axis=1)
 
     def only(self, rows: np.ndarray | Sequence[int]) -> "Table":
         """Some of the combinations, in the order given."""
