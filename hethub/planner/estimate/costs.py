@@ -11,6 +11,7 @@ import numpy as np
 from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
 from hethub.planner.candidate.samples import Worker
 from hethub.planner.estimate.memory_model import Coefficients, Mode, memory_model_of
+from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import DeviceType, Problem
 from hethub.predictor.cost.constants import is_cpu, packaged
 from hethub.predictor.cost.layer import LayerCost, PassSeconds
@@ -47,7 +48,7 @@ def _layer_cost(problem: Problem, device_type: DeviceType) -> LayerCost:
 
 
 class UnitCosts:
-    """Rates by device type, TP degree, micro-batch and recompute, each computed once."""
+    """Rates by device type, TP degree, micro-batch and recompute."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -56,24 +57,15 @@ class UnitCosts:
         self.memory = memory_model_of(problem)
         self._on_cpu = [is_cpu(device_type.accelerator) for device_type in problem.device_types]
         self.layer_costs = [_layer_cost(problem, device_type) for device_type in problem.device_types]
-        self._rates: dict[tuple[int, int, int, str], Rate] = {}
-        self._deferred_wgrad: dict[tuple[int, int, int, str], float] = {}
-        self._reduce: dict[tuple[int, int, int], float] = {}
 
     @property
     def gradient_width(self) -> int:
         """Bytes of a gradient on the wire: fp32 at least."""
         return gradient_bytes(self.width)
 
+    @memoized
     def rate(self, device_type: int, tp: int, samples: int, recompute: Recompute) -> Rate:
         """Seconds per micro-batch of `samples` on a unit of `tp` ranks of the device type."""
-        key = (device_type, tp, samples, recompute)
-        found = self._rates.get(key)
-        if found is None:
-            found = self._rates[key] = self._rate(device_type, tp, samples, recompute)
-        return found
-
-    def _rate(self, device_type: int, tp: int, samples: int, recompute: Recompute) -> Rate:
         cost = self.layer_costs[device_type]
         once = self.all_reduce(device_type, tp, samples)
         layer, embedding, head = cost.layer(samples, tp, recompute), cost.embedding(samples), cost.head(samples, 1 / tp)
@@ -114,30 +106,21 @@ class UnitCosts:
         # Probes have several ranks.
         return found._replace(once=found.once - communicator_bytes(2, on_cpu=on_cpu))
 
+    @memoized
     def deferred_wgrad(self, device_type: int, tp: int, samples: int, recompute: Recompute) -> float:
         """Seconds of a layer's backward that zero_bubble puts off: its weights' gradients."""
-        key = (device_type, tp, samples, recompute)
-        found = self._deferred_wgrad.get(key)
-        if found is None:
-            cost = self.layer_costs[device_type]
-            found = self._deferred_wgrad[key] = cost.layer(samples, tp, recompute).backward * cost.weight_share(
-                samples, 1 / tp
-            )
-        return found
+        cost = self.layer_costs[device_type]
+        return cost.layer(samples, tp, recompute).backward * cost.weight_share(samples, 1 / tp)
 
+    @memoized
     def all_reduce(self, device_type: int, tp: int, samples: int) -> float:
         """Seconds to sum a micro-batch's hidden states over a unit."""
         if tp == 1:
             return 0.0
-        key = (device_type, tp, samples)
-        found = self._reduce.get(key)
-        if found is None:
-            group = self.network.group(
-                next(m for m in self.problem.device_types[device_type].machines if len(m) >= tp)[:tp]
-            )
-            num_bytes = samples * self.problem.batch.seq_len * self.problem.model.hidden * self.width
-            found = self._reduce[key] = self.network.all_reduce(group, num_bytes, self.network.sharing(group))
-        return found
+        machines = self.problem.device_types[device_type].machines
+        group = self.network.group(next(machine for machine in machines if len(machine) >= tp)[:tp])
+        num_bytes = samples * self.problem.batch.seq_len * self.problem.model.hidden * self.width
+        return self.network.all_reduce(group, num_bytes, self.network.sharing(group))
 
     def layer_rate(self, device_type: int) -> float:
         """The device type's best layer-samples per second, which weights its part of the batch when it is planned alone."""

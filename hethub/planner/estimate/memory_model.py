@@ -5,7 +5,7 @@ cuts falls with the replicas that share it. So a few probes of hethub.predictor.
 without a plan, and stay true when the predictor's memory changes. The predictor evaluates every answer.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from hethub.planner.candidate.candidate import CandidateStage, Pattern
 from hethub.planner.estimate.memory_probes import FEW, Keeping, Load, ProbePlans, Probes
+from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.software import HETHUB, element_bytes
 from hethub.predictor.memory.parameters import RankParameters, rank_widths
@@ -111,23 +112,16 @@ class Coefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Coefficients for one model, sequence length and precision, each probed once."""
+    """Coefficients for one model, sequence length and precision."""
 
     model: ModelSpec
     seq_len: int
     precision: Precision
-    _known: dict[tuple[bool, int, int, Recompute, Mode], Coefficients] = field(default_factory=dict)
-    _asked: dict[tuple[bool, int, ScheduleName, int], Probes] = field(default_factory=dict)
 
+    @memoized
     def coefficients(self, on_cpu: bool, tp: int, micro_batch: int, recompute: Recompute, mode: Mode) -> Coefficients:
         """For one of `tp` ranks; between probed micro-batches by interpolation. Memory tells accelerators apart only by
         whether they are CPUs."""
-        key = (on_cpu, tp, micro_batch, recompute, mode)
-        if key not in self._known:
-            self._known[key] = self._find(on_cpu, tp, micro_batch, recompute, mode)
-        return self._known[key]
-
-    def _find(self, on_cpu: bool, tp: int, micro_batch: int, recompute: Recompute, mode: Mode) -> Coefficients:
         if "optimizer" in mode.offload:
             others: tuple[Offload, ...] = tuple(part for part in mode.offload if part != "optimizer")
             plain = self.coefficients(on_cpu, tp, micro_batch, recompute, mode._replace(offload=others))
@@ -136,7 +130,9 @@ class MemoryModel:
             plain = self.coefficients(on_cpu, tp, micro_batch, recompute, mode._replace(schedule="1f1b"))
             if "activations" in mode.offload:  # what is put off waits in host memory
                 return plain
-            late = self._probes(on_cpu, tp, mode).deferred_wgrad(Keeping(mode.zero, mode.offload, recompute))
+            late = self._probes(on_cpu, tp, mode.schedule, mode.chunks).deferred_wgrad(
+                Keeping(mode.zero, mode.offload, recompute)
+            )
             return plain._replace(layer_deferred_wgrad=np.full(4, micro_batch * late))
         plainly = Mode(mode.zero)
         if micro_batch > 1 and mode != plainly and "activations" not in mode.offload:
@@ -151,7 +147,7 @@ class MemoryModel:
             return first.along(few, (micro_batch - 1) / (PROBED_MICRO_BATCHES[1] - 1))
         if micro_batch in PROBED_MICRO_BATCHES:
             one = None if micro_batch == 1 else self.coefficients(on_cpu, tp, 1, recompute, mode)
-            return _read(self._probes(on_cpu, tp, mode), micro_batch, recompute, mode, one)
+            return _read(self._probes(on_cpu, tp, mode.schedule, mode.chunks), micro_batch, recompute, mode, one)
         low = max(b for b in PROBED_MICRO_BATCHES[:-1] if b <= micro_batch)
         high = PROBED_MICRO_BATCHES[PROBED_MICRO_BATCHES.index(low) + 1]
         a, b = (self.coefficients(on_cpu, tp, size, recompute, mode) for size in (low, high))
@@ -170,14 +166,11 @@ class MemoryModel:
 
     def state(self, on_cpu: bool, layers: int, zero: int) -> float:
         """Bytes of a stage alone, of one-rank replicas, before these share them; at ZeRO-0 they share none."""
-        return float(self._probes(on_cpu, 1, Mode(zero)).shared_state(layers, Keeping(zero))[ONLY])
+        return float(self._probes(on_cpu, 1, *Pattern("1f1b")).shared_state(layers, Keeping(zero))[ONLY])
 
-    def _probes(self, on_cpu: bool, tp: int, mode: Mode) -> Probes:
-        """Those of the mode's schedule."""
-        key = (on_cpu, tp, mode.schedule, mode.chunks)
-        if key not in self._asked:
-            self._asked[key] = Probes(ProbePlans(self.model, self.seq_len, self.precision, *key))
-        return self._asked[key]
+    @memoized
+    def _probes(self, on_cpu: bool, tp: int, schedule: ScheduleName, chunks: int) -> Probes:
+        return Probes(ProbePlans(self.model, self.seq_len, self.precision, on_cpu, tp, schedule, chunks))
 
 
 def _read(probes: Probes, micro_batch: int, recompute: Recompute, mode: Mode, one: Coefficients | None) -> Coefficients:
@@ -205,6 +198,4 @@ def memory_model_of(problem: Problem) -> MemoryModel:
     return _kept(problem.model, problem.batch.seq_len, problem.batch.precision)
 
 
-@lru_cache(maxsize=8)
-def _kept(model: ModelSpec, seq_len: int, precision: Precision) -> MemoryModel:
-    return MemoryModel(model, seq_len, precision)
+_kept = lru_cache(maxsize=8)(MemoryModel)

@@ -5,13 +5,14 @@ modes that share it, and put together by the predictor's own sum.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from hethub.planner.candidate.materialize import chunked
+from hethub.planner.memo import memoized
 from hethub.predictor import rank_memory
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.software import HETHUB, element_bytes
@@ -93,18 +94,14 @@ class ProbePlans:
     tp: int
     schedule: ScheduleName
     chunks: int
-    _replicas: dict[tuple[int, tuple[Load, ...]], tuple[ReplicaSpec, ...]] = field(default_factory=dict)
-    _shards: dict[tuple[int, int, Keeping, int], list[Shard]] = field(default_factory=dict)
 
+    @memoized
     def shards(self, num_stages: int, layers: int, keeping: Keeping, replicas: int) -> list[Shard]:
         """By stage, the first rank's cut of it."""
-        key = (num_stages, layers, keeping, replicas)
-        if key not in self._shards:
-            layout = self.layout([LOADS[:replicas]] * num_stages, layers, keeping)
-            width = element_bytes(HETHUB.math_precision(self.precision))
-            widths = rank_widths(self.model, self.tp)[0]
-            self._shards[key] = [Shard(layout, stage, widths, HETHUB, width) for stage in range(num_stages)]
-        return self._shards[key]
+        layout = self.layout([LOADS[:replicas]] * num_stages, layers, keeping)
+        width = element_bytes(HETHUB.math_precision(self.precision))
+        widths = rank_widths(self.model, self.tp)[0]
+        return [Shard(layout, stage, widths, HETHUB, width) for stage in range(num_stages)]
 
     def layout(self, loads: Sequence[tuple[Load, ...]], layers: int, keeping: Keeping) -> Layout:
         """A plan with these replicas in each stage, neither checked nor bound: nobody but the memory's formulas sees it."""
@@ -138,61 +135,51 @@ class ProbePlans:
         )
         return ClusterSpec(name="probe", emulated=True, nodes=(node,))
 
+    @memoized
     def _stage_replicas(self, stage: int, loads: tuple[Load, ...]) -> tuple[ReplicaSpec, ...]:
         """A stage's, as many in each. All that a replica has is held at once where a schedule runs all forward first;
         else microbatches go before and after those held."""
-        if (stage, loads) not in self._replicas:
-            all_held, tp = self.schedule in ALL_IN_FLIGHT, self.tp
-            self._replicas[stage, loads] = tuple(
-                ReplicaSpec(
-                    ranks=tuple(range(index * tp, (index + 1) * tp)),
-                    micro_batch=load.micro_batch,
-                    samples=load.micro_batch * (load.held if all_held else 2 * MOST_HELD),
-                    in_flight=load.held,
-                )
-                for index, load in enumerate(loads, stage * len(loads))
+        all_held, tp = self.schedule in ALL_IN_FLIGHT, self.tp
+        return tuple(
+            ReplicaSpec(
+                ranks=tuple(range(index * tp, (index + 1) * tp)),
+                micro_batch=load.micro_batch,
+                samples=load.micro_batch * (load.held if all_held else 2 * MOST_HELD),
+                in_flight=load.held,
             )
-        return self._replicas[stage, loads]
+            for index, load in enumerate(loads, stage * len(loads))
+        )
 
 
 @dataclass(frozen=True)
 class Probes:
-    """Bytes of such plans' ranks, each sort of them asked for once."""
+    """Bytes of such plans' ranks."""
 
     plans: ProbePlans
-    _residents: dict[tuple[int, int, Keeping, int], list[tuple[Shard, Resident]]] = field(default_factory=dict)
-    _needed: dict[tuple[int, int, Load, Keeping], list[tuple[Shard, Assignment, Work]]] = field(default_factory=dict)
-    _fullest: dict[tuple[int, int, Load, Keeping, Moves], list[tuple[Moment, dict[str, float]]]] = field(
-        default_factory=dict
-    )
-    _shared: dict[tuple[int, Keeping], np.ndarray] = field(default_factory=dict)
-    _deferred: dict[Keeping, float] = field(default_factory=dict)
 
     def bytes(self, layers: int, load: Load, keeping: Keeping, replicas: int = FEW) -> np.ndarray:
         """Of a rank of the first, a middle and the last of three stages, and of a stage alone, with so many layers each."""
         return np.array([held for n in ALL_STAGES for held in self._stage_bytes(n, layers, load, keeping, replicas)])
 
+    @memoized
     def shared_state(self, layers: int, keeping: Keeping) -> np.ndarray:
         """Of the same ranks, the state that replicas share, before they do: none at ZeRO-0. Read off those that hold
         least beside it."""
         if not keeping.zero:
             return np.zeros(4)
-        key = (layers, keeping._replace(recompute="none"))
-        if key not in self._shared:
-            few, many = (self.bytes(layers, LOADS[0], key[1], replicas) for replicas in (FEW, MANY))
-            self._shared[key] = (few - many) / (1 / FEW - 1 / MANY)
-        return self._shared[key]
+        plain = keeping._replace(recompute="none")
+        few, many = (self.bytes(layers, LOADS[0], plain, replicas) for replicas in (FEW, MANY))
+        return (few - many) / (1 / FEW - 1 / MANY)
 
+    @memoized
     def deferred_wgrad(self, keeping: Keeping) -> float:
         """Bytes of one sample that one more microbatch on the first stage lets the second one, of one layer, put off."""
-        if keeping not in self._deferred:
-            one, two = ((load,) * FEW for load in LOADS[:2])
-            first, second = (
-                rank_memory(self.plans.layout([above, one, one], 1, keeping), only=(FEW * self.plans.tp,))[0].bytes
-                for above in (one, two)
-            )
-            self._deferred[keeping] = float(second - first)
-        return self._deferred[keeping]
+        one, two = ((load,) * FEW for load in LOADS[:2])
+        first, second = (
+            rank_memory(self.plans.layout([above, one, one], 1, keeping), only=(FEW * self.plans.tp,))[0].bytes
+            for above in (one, two)
+        )
+        return float(second - first)
 
     def _stage_bytes(self, num_stages: int, layers: int, load: Load, keeping: Keeping, replicas: int) -> list[float]:
         """Of a rank of every stage."""
@@ -203,41 +190,35 @@ class Probes:
             for (shard, state), (fullest, around) in zip(states, found, strict=True)
         ]
 
+    @memoized
     def _states(self, num_stages: int, layers: int, keeping: Keeping, replicas: int) -> list[tuple[Shard, Resident]]:
         """By stage, what stays."""
-        key = (num_stages, layers, keeping, replicas)
-        if key not in self._residents:
-            self._residents[key] = [
-                (shard, resident(shard, _assignment(shard, 0), on_cpu=self.plans.on_cpu))
-                for shard in self.plans.shards(*key)
-            ]
-        return self._residents[key]
+        return [
+            (shard, resident(shard, _assignment(shard, 0), on_cpu=self.plans.on_cpu))
+            for shard in self.plans.shards(num_stages, layers, keeping, replicas)
+        ]
 
+    @memoized
     def _at_work(
         self, num_stages: int, layers: int, load: Load, keeping: Keeping, moves: Moves
     ) -> list[tuple[Moment, dict[str, float]]]:
         """By stage, the fullest moment and what surrounds it; of the state only what moves changes them."""
-        key = (num_stages, layers, load, keeping, moves)
-        if key not in self._fullest:
-            self._fullest[key] = [
-                (peak(shard, place, needed.microbatches, moves), needed.around)
-                for shard, place, needed in self._works(*key[:-1])
-            ]
-        return self._fullest[key]
+        return [
+            (peak(shard, place, needed.microbatches, moves), needed.around)
+            for shard, place, needed in self._works(num_stages, layers, load, keeping)
+        ]
 
+    @memoized
     def _works(
         self, num_stages: int, layers: int, load: Load, keeping: Keeping
     ) -> list[tuple[Shard, Assignment, Work]]:
         """By stage, what microbatches need."""
-        key = (num_stages, layers, load, keeping)
-        if key not in self._needed:
-            shards = self.plans.shards(num_stages, layers, keeping, MANY)
-            places = [_assignment(shard, LOADS.index(load)) for shard in shards]
-            self._needed[key] = [
-                (shard, place, work(shard, place, on_cpu=self.plans.on_cpu))
-                for shard, place in zip(shards, places, strict=True)
-            ]
-        return self._needed[key]
+        shards = self.plans.shards(num_stages, layers, keeping, MANY)
+        places = [_assignment(shard, LOADS.index(load)) for shard in shards]
+        return [
+            (shard, place, work(shard, place, on_cpu=self.plans.on_cpu))
+            for shard, place in zip(shards, places, strict=True)
+        ]
 
 
 def _assignment(shard: Shard, replica: int) -> Assignment:

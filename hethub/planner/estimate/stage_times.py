@@ -5,7 +5,6 @@ Arrays are [stage] or [stage, sort]: where a stage has fewer sorts of replicas t
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,16 @@ import numpy as np
 from hethub.planner.candidate.candidate import CandidateStage, Pattern, ReplicaGroup
 from hethub.planner.candidate.samples import earliest_finish, largest_able, within
 from hethub.planner.estimate.costs import UnitCosts, rank_parameters
-from hethub.planner.estimate.memory_model import MIDDLE, Coefficients, Mode
+from hethub.planner.estimate.memory_model import ENDS, MIDDLE, Coefficients, Mode
 from hethub.planner.estimate.stage_figures import Division, Placed, Room, Side, Sort, StageEstimate, Sums
+from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import DeviceType, Problem
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.groups import Group, Operation
 from hethub.predictor.cost.node_links import host_gbytes_per_second
 from hethub.predictor.memory.state import optimizer_bytes
 from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
-from hethub.spec.plan import Offload
+from hethub.spec.plan import Offload, Recompute
 
 _PROBED = (1e9, 2e9)  # bytes: seconds of a collective are linear in them
 NEARLY = 1.02  # over the limit by the closed form, and still worth a look by the evaluator
@@ -40,10 +40,7 @@ class StageTimes:
 
     def __init__(self, problem: Problem, costs: UnitCosts) -> None:
         self.problem, self.costs = problem, costs
-        self._sorts: dict[object, Sort] = {}
-        self._bytes: dict[object, Coefficients] = {}
         self._largest: dict[object, int] = {}
-        self._collectives: dict[object, tuple[float, float]] = {}
         self._capacity = list(map(problem.capacity, range(len(problem.device_types))))  # bytes of a rank
         devices, fit = [device_type.accelerator for device_type in problem.device_types], costs.network.fit
         nodes = [problem.cluster.places[device_type.ranks[0]].node for device_type in problem.device_types]
@@ -112,7 +109,7 @@ class StageTimes:
     def room(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, slack: float = 1.0) -> Room:
         """What one of the group's ranks has for microbatches, by the closed form."""
         shards = stage.ranks / own.tp if stage.zero else 1
-        at = self._coefficients(stage, own, place, pattern)
+        at = self._coefficients(*own[:3], stage.recompute, Mode.of(stage, pattern), place)
         return _room(at, stage.layers, shards, slack * self._capacity[own.device_type])
 
     def largest(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, held: float) -> int:
@@ -134,21 +131,21 @@ class StageTimes:
     def collective(self, groups: Sequence[ReplicaGroup], zero: int = 1) -> tuple[float, float]:
         """Seconds of a reduce-scatter or an all-gather over replicas, under ZeRO-0 of half an all-reduce: of any, and
         more per byte."""
-        operation: Operation = "reduce_scatter" if zero else "all_reduce"
-        key = (operation, *[(own.device_type, own.tp, own.number) for own in groups])
-        found = self._collectives.get(key)
-        if found is None:
-            group, network = self._group(groups), self.costs.network
-            one, two = (
-                network.reduce_scatter(group, num_bytes, network.sharing(group), operation) for num_bytes in _PROBED
-            )
-            per_byte = (two - one) / (_PROBED[1] - _PROBED[0])
-            found = self._collectives[key] = (one - per_byte * _PROBED[0], per_byte)
-        return found
+        sorts = tuple([(own.device_type, own.tp, own.number) for own in groups])
+        return self._collective(sorts, "reduce_scatter" if zero else "all_reduce")
+
+    @memoized
+    def _collective(self, sorts: tuple[tuple[int, int, int], ...], operation: Operation) -> tuple[float, float]:
+        group, network = self._group(sorts), self.costs.network
+        one, two = (
+            network.reduce_scatter(group, num_bytes, network.sharing(group), operation) for num_bytes in _PROBED
+        )
+        per_byte = (two - one) / (_PROBED[1] - _PROBED[0])
+        return one - per_byte * _PROBED[0], per_byte
 
     def _side_by_side(self, stages: Sequence[Placed]) -> Side:
         width = max([len(placed.stage.groups) for placed in stages])
-        sorts = [[self._sort(own, placed) for own in placed.stage.groups] for placed in stages]
+        sorts = [[self._sort(*own[:3], p.stage.recompute, p.place) for own in p.stage.groups] for p in stages]
         numbers = [[own.number for own in placed.stage.groups] for placed in stages]
         shards = [[p.stage.ranks / own.tp if p.stage.zero else 1.0 for own in p.stage.groups] for p in stages]
         each = Sort(*np.array(_padded(sorts, width, _NOBODY)).transpose(2, 0, 1))
@@ -166,15 +163,12 @@ class StageTimes:
             backward=x * each.backward + each.embedding_backward + each.head_backward,
         )
 
-    def _sort(self, own: ReplicaGroup, placed: Placed) -> Sort:
-        key = (own[:3], placed.stage.recompute, placed.place)
-        found = self._sorts.get(key)
-        if found is None:
-            layer, *ends = self.costs.rate(*own[:3], placed.stage.recompute)
-            there = zip(placed.ends, ends, strict=True)
-            beside = [seconds if holds else 0.0 for holds, part in there for seconds in part]
-            found = self._sorts[key] = Sort(own.micro_batch, *layer, *beside)
-        return found
+    @memoized
+    def _sort(self, device_type: int, tp: int, micro_batch: int, recompute: Recompute, place: int) -> Sort:
+        layer, *ends = self.costs.rate(device_type, tp, micro_batch, recompute)
+        there = zip(ENDS[place], ends, strict=True)
+        beside = [seconds if holds else 0.0 for holds, part in there for seconds in part]
+        return Sort(micro_batch, *layer, *beside)
 
     def _divided(self, own: Side) -> Division:
         total = self.problem.batch.global_batch
@@ -250,9 +244,9 @@ class StageTimes:
         found = np.zeros(own.numbers.shape)
         for s, placed in enumerate(own.stages):
             if "activations" in placed.stage.offload:
-                plain = replace(placed.stage, offload=())
+                plain = Mode(placed.stage.zero)
                 for i, group in enumerate(placed.stage.groups):
-                    at = self._coefficients(plain, group, MIDDLE, Pattern("1f1b"))
+                    at = self._coefficients(*group[:3], placed.stage.recompute, plain, MIDDLE)
                     found[s, i] = at.layer_microbatch * placed.stage.layers * self._host[group.device_type]
         return found
 
@@ -304,9 +298,10 @@ class StageTimes:
     def _rooms(self, own: Side) -> Room:
         """[stage, sort]: what ranks have for microbatches, or nearly so."""
         width = own.numbers.shape[1]
-        kept = [
-            [self._coefficients(p.stage, group, p.place, p.pattern) for group in p.stage.groups] for p in own.stages
-        ]
+        kept = []
+        for p in own.stages:
+            mode = Mode.of(p.stage, p.pattern)
+            kept.append([self._coefficients(*g[:3], p.stage.recompute, mode, p.place) for g in p.stage.groups])
         at = Coefficients(*np.array(_padded(kept, width, _NO_BYTES)).transpose(2, 0, 1))
         return _room(at, own.layers[:, None], own.shards, NEARLY * self._capacities(own))
 
@@ -315,14 +310,12 @@ class StageTimes:
         capacities = [[self._capacity[group.device_type] for group in placed.stage.groups] for placed in own.stages]
         return np.array(_padded(capacities, own.numbers.shape[1], _BOUNDLESS))
 
-    def _coefficients(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern) -> Coefficients:
-        mode = Mode.of(stage, pattern)
-        key = (own[:3], stage.recompute, mode, place)
-        found = self._bytes.get(key)
-        if found is None:
-            at = self.costs.coefficients(*own[:3], stage.recompute, mode)
-            found = self._bytes[key] = Coefficients(*(float(part[place]) for part in at))  # type: ignore[arg-type]
-        return found
+    @memoized
+    def _coefficients(
+        self, device_type: int, tp: int, micro_batch: int, recompute: Recompute, mode: Mode, place: int
+    ) -> Coefficients:
+        at = self.costs.coefficients(device_type, tp, micro_batch, recompute, mode)
+        return Coefficients(*(float(part[place]) for part in at))  # type: ignore[arg-type]
 
     def _sums(self, own: Side) -> Sums:
         met = [self.collective(p.stage.groups, p.stage.zero) if p.stage.replicas > 1 else _ALONE for p in own.stages]
@@ -347,11 +340,11 @@ class StageTimes:
         slowest = np.where(_offloads(own, "optimizer"), np.maximum(slowest, fetched), slowest)
         return slowest
 
-    def _group(self, groups: Sequence[ReplicaGroup]) -> Group:
+    def _group(self, sorts: Sequence[tuple[int, int, int]]) -> Group:
         """Where one rank of every replica is, as if they were the first to be assigned."""
         machines: Counter[int] = Counter()
         islands: Counter[str] = Counter()
-        for device_type, tp, _, number in groups:
+        for device_type, tp, number in sorts:
             island, left = self.problem.device_types[device_type].island, number
             for ranks in self.problem.device_types[device_type].machines:
                 here = min(left, len(ranks) // tp)
@@ -360,7 +353,7 @@ class StageTimes:
                     islands[island] += here
                 left -= here
         joined = all(
-            self._joins(self.problem.device_types[device_type], tp * number) for device_type, tp, _, number in groups
+            self._joins(self.problem.device_types[device_type], tp * number) for device_type, tp, number in sorts
         )
         return Group(machines.total(), tuple(machines.items()), tuple(islands.items()), joined=joined)
 

@@ -4,7 +4,10 @@ from itertools import pairwise
 
 from hethub.planner.candidate.candidate import Candidate, ReplicaGroup
 from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import Problem
+
+Groups = tuple[ReplicaGroup, ...]  # of a stage
 
 
 class P2pCosts:
@@ -12,56 +15,46 @@ class P2pCosts:
 
     def __init__(self, problem: Problem, costs: UnitCosts) -> None:
         self.problem, self.costs = problem, costs
-        self._known: dict[object, float] = {}
-        self._pairs: dict[object, list[float]] = {}
         self._machine_sizes = [len(device_type.machines[0]) for device_type in problem.device_types]
 
     def of(self, candidate: Candidate) -> list[float]:
         """Seconds of one microbatch over each boundary, from the slowest pair of sorts."""
-        key = tuple([stage.groups for stage in candidate.stages])
-        found = self._pairs.get(key)
-        if found is None:
-            found = self._pairs[key] = self._boundaries(candidate)
-        return found
+        return self._boundaries(tuple([stage.groups for stage in candidate.stages]))
 
-    def _boundaries(self, candidate: Candidate) -> list[float]:
+    @memoized
+    def _boundaries(self, stages: tuple[Groups, ...]) -> list[float]:
         used, sizes = [0] * len(self._machine_sizes), self._machine_sizes
         found = []
-        for above, below in pairwise(candidate.stages):
+        for above, below in pairwise(stages):
             near = []  # per sort, whether its ranks and as many behind them are on one machine
-            for device_type, tp, _, number in above.groups:
+            for device_type, tp, _, number in above:
                 start, stop = used[device_type], used[device_type] + number * tp
                 used[device_type] = stop
                 near.append(start // sizes[device_type] == (2 * stop - start - 1) // sizes[device_type])
-            key = (above.groups, below.groups, *near)
-            seconds = self._known.get(key)
-            if seconds is None:
-                seconds = self._known[key] = max(
-                    self._p2p_seconds(one, two, one.device_type == two.device_type and neighbours)
-                    for one, neighbours in zip(above.groups, near, strict=True)
-                    for two in below.groups
-                )
-            found.append(seconds)
+            found.append(self._boundary(above, below, tuple(near)))
         return found
 
-    def _p2p_seconds(self, sender: ReplicaGroup, receiver: ReplicaGroup, neighbours: bool) -> float:
-        key = (sender, receiver[:3], neighbours)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._cross(sender, receiver, neighbours)
-        return found
+    @memoized
+    def _boundary(self, above: Groups, below: Groups, near: tuple[bool, ...]) -> float:
+        return max(
+            self._p2p_seconds(one, two[:3], one.device_type == two.device_type and neighbours)
+            for one, neighbours in zip(above, near, strict=True)
+            for two in below
+        )
 
-    def _cross(self, sender: ReplicaGroup, receiver: ReplicaGroup, neighbours: bool) -> float:
+    @memoized
+    def _p2p_seconds(self, sender: ReplicaGroup, receiver: tuple[int, int, int], neighbours: bool) -> float:
         """Seconds of one microbatch from a replica to another, on one machine or on two of their device types."""
+        device_type, tp, micro_batch = receiver
         one = self.problem.device_types[sender.device_type].machines
-        two = self.problem.device_types[receiver.device_type].machines
+        two = self.problem.device_types[device_type].machines
         source = one[0][0]
         target = one[0][-1] if neighbours else two[-1][0]
         sharing = min(sender.number, max(1, len(one[0]) // sender.tp))
-        tokens = min(sender.micro_batch, receiver.micro_batch) * self.problem.batch.seq_len
+        tokens = min(sender.micro_batch, micro_batch) * self.problem.batch.seq_len
         num_bytes = tokens * self.problem.model.hidden * self.costs.width
         network = self.costs.network
         seconds = network.link(source, target, sharing).seconds(num_bytes)
-        if receiver.tp > 1:
-            seconds += network.broadcast(two[0][: receiver.tp]).seconds(num_bytes)
+        if tp > 1:
+            seconds += network.broadcast(two[0][:tp]).seconds(num_bytes)
         return seconds

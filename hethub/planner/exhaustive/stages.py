@@ -12,6 +12,7 @@ from hethub.planner.candidate.candidate import CandidateStage, Pattern, ReplicaG
 from hethub.planner.candidate.samples import largest_able
 from hethub.planner.estimate.memory_model import position
 from hethub.planner.estimate.stage_times import NEARLY, StageTimes
+from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.pipeline.costs import PlanCosts
@@ -230,7 +231,6 @@ class StageCosts:
         self._options: dict[object, StageOptions] = {}
         self._microbatches: dict[object, np.ndarray] = {}
         self._p2p_costs: dict[tuple[Units, Units], np.ndarray] = {}
-        self._nearest: dict[Shape, list[float]] = {}
 
     @property
     def most(self) -> int:
@@ -295,13 +295,10 @@ class StageCosts:
             found = self._microbatches[key] = np.array([[0.0, *(parts.total for parts in each)] for each in passes])
         return found
 
+    @memoized
     def nearest(self, shape: Shape) -> list[float]:
         """By boundary, seconds of one sample between the replicas that are nearest to each other."""
-        found = self._nearest.get(shape)
-        if found is None:
-            boundaries = range(len(shape) - 1)
-            found = self._nearest[shape] = [float(self.p2p_seconds(shape, above)[..., 1].min()) for above in boundaries]
-        return found
+        return [float(self.p2p_seconds(shape, above)[..., 1].min()) for above in range(len(shape) - 1)]
 
     def p2p_seconds(self, shape: Shape, above: int) -> np.ndarray:
         """Seconds from a replica of a stage to one of the next, or back: [replica above, replica below, samples]."""

@@ -14,6 +14,7 @@ from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
 from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import rank_parameters
 from hethub.planner.estimate.memory_model import FIRST, LAST, MIDDLE
+from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import Problem
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split
@@ -73,8 +74,6 @@ class DeviceTypeLayouts:
     def __init__(self, problem: Problem, costs: CostModel, device_type: int, goals: Goals) -> None:
         self.problem, self.costs, self.device_type, self.goals = problem, costs, device_type, goals
         self.depth = min(MOST_STAGES, problem.model.layers)
-        self._tables: dict[tuple[int, Ends], Table | None] = {}
-        self._between: dict[int, np.ndarray] = {}
 
     @cached_property
     def layouts(self) -> dict[int, StageLayouts]:
@@ -95,13 +94,6 @@ class DeviceTypeLayouts:
     def most(self) -> int:
         """Layers that all stages hold at most under any goal; the model's ends leave room for fewer."""
         return max(int(self._held_between(stages).max()) for stages in self.layouts)
-
-    def table(self, stages: int, ends: Ends) -> Table | None:
-        """For so many stages; None where no way holds a layer in each."""
-        key = (stages, ends)
-        if key not in self._tables:
-            self._tables[key] = self._table(*key)
-        return self._tables[key]
 
     def stages(self, number: int, ends: Ends, goal: int, behind: int, layers: int) -> list[CandidateStage]:
         """The stages that hold so many layers soonest, so that the busiest is as little busy as can be."""
@@ -124,7 +116,9 @@ class DeviceTypeLayouts:
             for x, width in zip(_dealt(layers, most, layout.widths), layout.widths, strict=True)
         ]
 
-    def _table(self, stages: int, ends: Ends) -> Table | None:
+    @memoized
+    def table(self, stages: int, ends: Ends) -> Table | None:
+        """For so many stages; None where no way holds a layer in each."""
         own, held = self.layouts[stages], self._held(stages, ends)
         most = min(int(held.max()), self.problem.model.layers)
         if most < stages:
@@ -149,20 +143,15 @@ class DeviceTypeLayouts:
             held = held[:, :, :1] + (own.last - own.middle)[:, layout, narrow, :1]
         return held
 
+    @memoized
     def _held_between(self, stages: int) -> np.ndarray:
         """The same where none of the stages is the model's first or last."""
-        if stages not in self._between:
-            own, behind = self.layouts[stages], np.arange(self.depth - stages + 1)
-            layout, narrow = (
-                np.arange(len(own.layouts))[:, None],
-                np.array([[layout.num_narrow] for layout in own.layouts]),
-            )
-            sums = np.zeros((*own.middle.shape[:3], self.depth + 1), dtype=np.int64)
-            np.cumsum(own.middle, axis=3, out=sums[..., 1:])
-            held = sums[:, layout, 1, behind + narrow] - sums[:, :, 1, behind]
-            held += sums[:, :, 0, behind + stages] - sums[:, layout, 0, behind + narrow]
-            self._between[stages] = held
-        return self._between[stages]
+        own, behind = self.layouts[stages], np.arange(self.depth - stages + 1)
+        layout, narrow = np.arange(len(own.layouts))[:, None], np.array([[own.num_narrow] for own in own.layouts])
+        sums = np.zeros((*own.middle.shape[:3], self.depth + 1), dtype=np.int64)
+        np.cumsum(own.middle, axis=3, out=sums[..., 1:])
+        held = sums[:, layout, 1, behind + narrow] - sums[:, :, 1, behind]
+        return held + sums[:, :, 0, behind + stages] - sums[:, layout, 0, behind + narrow]
 
     def _figures(self, layouts: list[StageLayout]) -> StageLayouts:
         unit_costs, sizes = self.costs.unit_costs, self._sizes(layouts)

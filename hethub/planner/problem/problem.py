@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from hethub.planner.memo import memoized
 from hethub.planner.problem.capabilities import RUNTIME, Capabilities
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
@@ -184,18 +185,10 @@ class Problem:
             unused=tuple(unused),
         )
 
+    @memoized
     def units(self, device_type: int, tp: int) -> tuple[Unit, ...]:
         """The device type's ranks as tensor-parallel groups of `tp` inside machines; what `tp` leaves over of a machine forms
         the largest groups that the heads allow."""
-        if (device_type, tp) not in self._units:
-            self._units[device_type, tp] = self._grouped(device_type, tp)
-        return self._units[device_type, tp]
-
-    @cached_property
-    def _units(self) -> dict[tuple[int, int], tuple[Unit, ...]]:
-        return {}
-
-    def _grouped(self, device_type: int, tp: int) -> tuple[Unit, ...]:
         found = []
         for machine in self.device_types[device_type].machines:
             start = 0

@@ -17,6 +17,7 @@ from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.memory_model import MIDDLE
 from hethub.planner.generate.families import zorse
 from hethub.planner.generate.families.whole import WholeStage, Worker, candidate_of, fits
+from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.node_links import host_gbytes_per_second
 from hethub.spec.plan import Offload, Recompute
@@ -88,7 +89,6 @@ class _Paces:
 
     def __init__(self, problem: Problem, costs: CostModel) -> None:
         self._problem, self._costs, self._unit_costs = problem, costs, costs.unit_costs
-        self._collectives: dict[tuple[ReplicaGroup, ...], float] = {}
 
     def seconds(self, candidate: Candidate, chunks: int) -> float:
         """Chunk after chunk at the pace of the slowest stage, whose sums come behind its microbatches, and a
@@ -128,16 +128,14 @@ class _Paces:
             compute, microbatch = max(compute, samples / own.micro_batch * layer), max(microbatch, layer)
         return _Pace(compute, microbatch, self._collective(stage.groups))
 
+    @memoized
     def _collective(self, groups: tuple[ReplicaGroup, ...]) -> float:
         """To sum a layer's gradients and gather its new weights, on the device types' first ranks."""
-        if groups not in self._collectives:
-            problem, network = self._problem, self._unit_costs.network
-            group = network.group(
-                [rank for own in groups for rank in problem.device_types[own.device_type].ranks[: own.number]]
-            )
-            num_bytes = problem.model.layer_parameters * sum(_widths(self._unit_costs))
-            self._collectives[groups] = network.reduce_scatter(group, num_bytes)
-        return self._collectives[groups]
+        problem, network = self._problem, self._unit_costs.network
+        group = network.group(
+            [rank for own in groups for rank in problem.device_types[own.device_type].ranks[: own.number]]
+        )
+        return network.reduce_scatter(group, problem.model.layer_parameters * sum(_widths(self._unit_costs)))
 
 
 def _able(problem: Problem, costs: CostModel, candidate: Candidate) -> Iterator[int]:
