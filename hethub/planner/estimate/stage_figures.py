@@ -74,7 +74,6 @@ class Sort(NamedTuple):
     """One of the replicas of a stage: seconds of a whole microbatch each way, by layer and for what embedding and head
     add."""
 
-    micro_batch: Any
     forward: Any
     backward: Any
     embedding_forward: Any
@@ -84,14 +83,16 @@ class Sort(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Stages side by side: their layers, replicas and ZeRO levels [stage], and [stage, sort] how many replicas are of
-    a sort, over how many ranks of its degree training state is cut, how large their microbatches are, and seconds of
-    these each way."""
+    """Stages side by side: their layers, replicas and ZeRO levels [stage], and [stage, sort] the device type (nobody's is
+    -1) and degree of a sort, how many replicas are of it, over how many ranks of its degree training state is cut, how
+    large their microbatches are, and seconds of these each way."""
 
     stages: Sequence[Placed]
     layers: np.ndarray
     replicas: np.ndarray
     zero: np.ndarray
+    device_types: np.ndarray
+    tp: np.ndarray
     numbers: np.ndarray
     shards: np.ndarray
     micro_batches: np.ndarray

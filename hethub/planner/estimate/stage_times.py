@@ -29,7 +29,7 @@ _UNLIMITED = float(1 << 30)
 _BOUNDLESS = float(1 << 60)  # bytes where nobody is: finite, so that they can be taken from each other
 
 
-_NOBODY = Sort(1, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+_NOBODY, _NO_TIME = ReplicaGroup(-1, 1 << 30, 1, 0), Sort(1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 _NO_BYTES = Coefficients(*(0.0 for _ in Coefficients._fields))  # type: ignore[arg-type]
 ANY_ROOM = Room(float("inf"), 0.0, 0.0)
 _ALONE = (0.0, 0.0)  # a replica has nobody to sum with
@@ -41,12 +41,11 @@ class StageTimes:
     def __init__(self, problem: Problem, costs: UnitCosts) -> None:
         self.problem, self.costs = problem, costs
         self._largest: dict[object, int] = {}
-        self._capacity = list(map(problem.capacity, range(len(problem.device_types))))  # bytes of a rank
         devices, fit = [device_type.accelerator for device_type in problem.device_types], costs.network.fit
         nodes = [problem.cluster.places[device_type.ranks[0]].node for device_type in problem.device_types]
         per_host = problem.cluster.links.staging.per_host_gbytes_per_second
         real = not problem.cluster.emulated
-        on_cpu = [real and is_cpu(device) for device in devices]
+        on_cpu = np.array([real and is_cpu(device) for device in devices])
         self._host, both = (  # seconds of a byte where all of a machine offload, and where others go the other way
             [
                 1e-9 / host_gbytes_per_second(device, fit, per_host, directions * node.accelerators)
@@ -54,14 +53,20 @@ class StageTimes:
             ]
             for directions in (1, 2)
         )
-        # Seconds of a byte each way at once; CPUs copy one after the other.
-        self._host_passing = [2 * h if cpu else b for cpu, h, b in zip(on_cpu, self._host, both, strict=True)]
-        self._host_bytes = [  # for a rank
+        host_bytes = [  # for a rank
             _BOUNDLESS if node.host_memory_gb is None else node.host_memory_gb * 2**30 / node.accelerators
             for node in nodes
         ]
-        self._overlap = [1.0 if own else fit["overlap_cost"] for own in on_cpu]
-        self._beside_step = [0.0 if own or not real else fit["overlap_cost"] for own in on_cpu]
+        # By device type, and last what nobody has, whose device type is -1.
+        self._capacity = np.array([*map(problem.capacity, range(len(devices))), _BOUNDLESS])  # bytes of a rank
+        self._host_one_way = np.append(self._host, 0.0)  # seconds of a byte
+        # The same each way at once; CPUs copy one after the other.
+        self._host_both_ways = np.append(np.where(on_cpu, 2 * self._host_one_way[:-1], both), 0.0)
+        self._host_bytes = np.append(host_bytes, _BOUNDLESS)
+        # Seconds until a rank's part of its host is full.
+        self._host_filled = np.append(self._host_bytes[:-1] * self._host, 1.0)
+        self._overlap = np.append(np.where(on_cpu, 1.0, fit["overlap_cost"]), 0.0)
+        self._beside_step = np.append(np.where(on_cpu | (not real), 0.0, fit["overlap_cost"]), np.inf)
 
     def divided(self, stages: Sequence[Placed]) -> Division:
         """How the stages divide the samples."""
@@ -77,9 +82,8 @@ class StageTimes:
         gather = np.where((own.zero == 1) | (own.zero == 2), sums.seconds(self.costs.width), 0.0)
         named = np.array([placed.stage.state_shares != () for placed in stages])  # left to the evaluator
         most = np.trunc(room.free / np.maximum(room.microbatch, 1.0)).min(axis=1)
-        sure = np.trunc((room.free - (NEARLY - 1) * self._capacities(own)) / np.maximum(room.microbatch, 1.0)).min(
-            axis=1
-        )
+        surely = room.free - (NEARLY - 1) * self._capacity[own.device_types]
+        sure = np.trunc(surely / np.maximum(room.microbatch, 1.0)).min(axis=1)
         found = StageEstimate(
             busy=division.least, least=division.least, forward=forward, backward=backward,
             covered=_covered(own, division), microbatches=microbatches,
@@ -110,7 +114,7 @@ class StageTimes:
         """What one of the group's ranks has for microbatches, by the closed form."""
         shards = stage.ranks / own.tp if stage.zero else 1
         at = self._coefficients(*own[:3], stage.recompute, Mode.of(stage, pattern), place)
-        return _room(at, stage.layers, shards, slack * self._capacity[own.device_type])
+        return _room(at, stage.layers, shards, slack * self.problem.capacity(own.device_type))
 
     def largest(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, held: float) -> int:
         """The largest micro-batch up to that of the group with which its ranks have memory for so many microbatches;
@@ -145,10 +149,11 @@ class StageTimes:
 
     def _side_by_side(self, stages: Sequence[Placed]) -> Side:
         width = max([len(placed.stage.groups) for placed in stages])
-        sorts = [[self._sort(*own[:3], p.stage.recompute, p.place) for own in p.stage.groups] for p in stages]
-        numbers = [[own.number for own in placed.stage.groups] for placed in stages]
+        groups = np.array(_padded([list(placed.stage.groups) for placed in stages], width, _NOBODY))
+        device_types, tp, micro_batches, numbers = groups.transpose(2, 0, 1)
         shards = [[p.stage.ranks / own.tp if p.stage.zero else 1.0 for own in p.stage.groups] for p in stages]
-        each = Sort(*np.array(_padded(sorts, width, _NOBODY)).transpose(2, 0, 1))
+        sorts = [[self._sort(*own[:3], p.stage.recompute, p.place) for own in p.stage.groups] for p in stages]
+        each = Sort(*np.array(_padded(sorts, width, _NO_TIME)).transpose(2, 0, 1))
         layers = np.array([float(placed.stage.layers) for placed in stages])
         x = layers[:, None]
         return Side(
@@ -156,9 +161,11 @@ class StageTimes:
             layers=layers,
             replicas=np.array([placed.stage.replicas for placed in stages]),
             zero=np.array([placed.stage.zero for placed in stages]),
-            numbers=np.array(_padded(numbers, width, 0)),
+            device_types=device_types,
+            tp=tp,
+            numbers=numbers,
             shards=np.array(_padded(shards, width, 1.0)),
-            micro_batches=each.micro_batch,
+            micro_batches=micro_batches,
             forward=x * each.forward + each.embedding_forward + each.head_forward,
             backward=x * each.backward + each.embedding_backward + each.head_backward,
         )
@@ -168,7 +175,7 @@ class StageTimes:
         layer, *ends = self.costs.rate(device_type, tp, micro_batch, recompute)
         there = zip(ENDS[place], ends, strict=True)
         beside = [seconds if holds else 0.0 for holds, part in there for seconds in part]
-        return Sort(micro_batch, *layer, *beside)
+        return Sort(*layer, *beside)
 
     def _divided(self, own: Side) -> Division:
         total = self.problem.batch.global_batch
@@ -201,7 +208,7 @@ class StageTimes:
         whole = np.array([placed.pattern.goes_chunk_by_chunk for placed in own.stages])
         rounds = np.maximum(alone.microbatches, self.problem.batch.global_batch / alone.microstep)
         met, number = own.replicas > 1, np.where(whole, 1.0, rounds)
-        host = self._host_seconds(own, self._host)
+        host = self._host_one_way[own.device_types].max(axis=1)
         fetched = sums.parameters * self.costs.width * host / np.where((own.zero == 3) & met, own.replicas, 1)
         gather = np.where((own.zero == 3) & met, sums.by_layer(own.layers, self.costs.width), 0.0)
         gather = gather + np.where(_offloads(own, "parameters"), fetched, 0.0)
@@ -210,7 +217,7 @@ class StageTimes:
         forward, backward = (
             np.where(own.numbers > 0, np.maximum(each, copied), 0.0).max(axis=1) for each in (own.forward, own.backward)
         )
-        overlap = np.array([max(self._overlap[group.device_type] for group in p.stage.groups) for p in own.stages])
+        overlap = self._overlap[own.device_types].max(axis=1)
         scale = np.where(whole, rounds, 1.0)
         ahead, behind = (
             np.maximum(0.0, seconds - scale * compute) * (1 - overlap) + overlap * seconds
@@ -233,7 +240,7 @@ class StageTimes:
 
     def _slowed(self, own: Side, found: StageEstimate) -> np.ndarray:
         """[stage]: by how much a step's one reduction slows the backward that hides it; CPUs as they were measured."""
-        cost = np.array([min(self._beside_step[group.device_type] for group in p.stage.groups) for p in own.stages])
+        cost = self._beside_step[own.device_types].min(axis=1)
         once = (own.zero < 2) & (own.replicas > 1)
         one_sample = np.where(own.numbers > 0, own.backward / own.micro_batches, np.inf).min(axis=1)
         return np.where(once, cost * np.minimum(found.reduce - found.tail, one_sample), 0.0)
@@ -263,27 +270,17 @@ class StageTimes:
             / np.where(own.zero > 0, own.shards.max(axis=1), own.replicas)
         )
         found = saved + optimizer + _offloads(own, "parameters") * kept * self.costs.width
-        return found / np.array(
-            [min(self._host_bytes[group.device_type] for group in p.stage.groups) for p in own.stages]
-        )
+        return found / self._host_bytes[own.device_types].min(axis=1)
 
     def _hosted_microbatch(self, own: Side) -> np.ndarray:
         """[stage]: the same of a microbatch's activations, where they take most."""
-        sizes = [
-            [self._host_bytes[group.device_type] * self._host[group.device_type] for group in p.stage.groups]
-            for p in own.stages
-        ]
-        return (self._copied(own) / np.array(_padded(sizes, own.numbers.shape[1], 1.0))).max(axis=1)
+        return (self._copied(own) / self._host_filled[own.device_types]).max(axis=1)
 
     def _stored(self, own: Side, sums: Sums) -> np.ndarray:
         """[stage]: seconds of new weights on their way over the accelerators to all hosts."""
-        seconds = 2 * self.costs.width * sums.parameters * self._host_seconds(own, self._host)
+        seconds = 2 * self.costs.width * sums.parameters * self._host_one_way[own.device_types].max(axis=1)
         sent = (own.replicas > 1) & (own.zero > 0) & (own.zero < 3)  # else each rank steps all that it holds
         return np.where(_offloads(own, "parameters") & sent, seconds, 0.0)
-
-    def _host_seconds(self, own: Side, each: Sequence[float]) -> np.ndarray:
-        """[stage]: of a byte between host and accelerator, where it takes longest."""
-        return np.array([max(each[group.device_type] for group in p.stage.groups) for p in own.stages])
 
     def _deferred_wgrad(self, stages: Sequence[Placed]) -> np.ndarray:
         """[stage]: seconds of a layer's backward that the microbatch above does not wait for."""
@@ -303,12 +300,7 @@ class StageTimes:
             mode = Mode.of(p.stage, p.pattern)
             kept.append([self._coefficients(*g[:3], p.stage.recompute, mode, p.place) for g in p.stage.groups])
         at = Coefficients(*np.array(_padded(kept, width, _NO_BYTES)).transpose(2, 0, 1))
-        return _room(at, own.layers[:, None], own.shards, NEARLY * self._capacities(own))
-
-    def _capacities(self, own: Side) -> np.ndarray:
-        """[stage, sort]: bytes of a rank."""
-        capacities = [[self._capacity[group.device_type] for group in placed.stage.groups] for placed in own.stages]
-        return np.array(_padded(capacities, own.numbers.shape[1], _BOUNDLESS))
+        return _room(at, own.layers[:, None], own.shards, NEARLY * self._capacity[own.device_types])
 
     @memoized
     def _coefficients(
@@ -319,26 +311,19 @@ class StageTimes:
 
     def _sums(self, own: Side) -> Sums:
         met = [self.collective(p.stage.groups, p.stage.zero) if p.stage.replicas > 1 else _ALONE for p in own.stages]
-        tp = np.array([min([group.tp for group in placed.stage.groups]) for placed in own.stages])
         first, last = np.array([placed.ends for placed in own.stages]).T
-        return Sums(rank_parameters(self.problem.model, tp, own.layers, first, last), *np.array(met).T)
+        return Sums(rank_parameters(self.problem.model, own.tp.min(axis=1), own.layers, first, last), *np.array(met).T)
 
     def _optimizer(self, own: Side, owned: np.ndarray) -> np.ndarray:
         """[stage]: seconds of a rank that owns so many parameters, on the slowest device type. Where nothing is sharded, ranks
         of wider replicas than the narrowest hold and step the less."""
-        slowest = np.zeros_like(owned)
-        narrowest = [min(group.tp for group in placed.stage.groups) for placed in own.stages]
-        for device_type in {group.device_type for placed in own.stages for group in placed.stage.groups}:
-            held = [
-                [group.tp for group in placed.stage.groups if group.device_type == device_type] for placed in own.stages
-            ]
-            part = np.array([few / min(tps) if tps else 0.0 for few, tps in zip(narrowest, held, strict=True)])
-            stepped = owned * np.where(own.zero == 0, part, 1.0)
-            seconds = self.costs.layer_costs[device_type].optimizer(stepped)
+        slowest, narrowest = np.zeros_like(owned), own.tp.min(axis=1)
+        for device_type, cost in enumerate(self.costs.layer_costs):
+            part = narrowest / np.where(own.device_types == device_type, own.tp, np.inf).min(axis=1)
+            seconds = cost.optimizer(owned * np.where(own.zero == 0, part, 1.0))
             slowest = np.where(part > 0, np.maximum(slowest, seconds), slowest)
-        fetched = owned * optimizer_bytes(self.costs.width) * self._host_seconds(own, self._host_passing)
-        slowest = np.where(_offloads(own, "optimizer"), np.maximum(slowest, fetched), slowest)
-        return slowest
+        fetched = owned * optimizer_bytes(self.costs.width) * self._host_both_ways[own.device_types].max(axis=1)
+        return np.where(_offloads(own, "optimizer"), np.maximum(slowest, fetched), slowest)
 
     def _group(self, sorts: Sequence[tuple[int, int, int]]) -> Group:
         """Where one rank of every replica is, as if they were the first to be assigned."""
