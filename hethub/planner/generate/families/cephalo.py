@@ -8,10 +8,9 @@ the published planner are not repeated: communication is priced, and no plan ove
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 
 from hethub.planner.candidate import samples as division
-from hethub.planner.candidate.candidate import Candidate
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
 from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.generate.families.uniform import allowed
@@ -111,17 +110,14 @@ def _stage(
 
 def _curves(problem: Problem, unit_costs: UnitCosts, recompute: Recompute, most: int) -> list[division.Worker]:
     """Every device type at its fastest micro-batch up to `most`."""
-    curves = []
+    curves, stage = [], CandidateStage(problem.model.layers, (), recompute)
     for device_type in range(len(problem.device_types)):
-        rates = (unit_costs.rate(device_type, 1, b, recompute) for b in range(1, most + 1))
-        microbatches = list(
-            accumulate((rate.microbatch(problem.model.layers, True, True).total for rate in rates), max)
-        )
+        _, microbatches = unit_costs.worker(stage, ReplicaGroup(device_type, 1, most, 1), True, True)
         size = max(
             (b for b in problem.micro_batches if b <= problem.at_most(device_type, most)),
             key=lambda b: b / microbatches[b - 1],
         )
-        curves.append(division.Worker(size, tuple(microbatches[:size])))
+        curves.append(division.Worker(size, microbatches[:size]))
     return curves
 
 

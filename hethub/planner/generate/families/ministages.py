@@ -6,11 +6,11 @@ memory: what is resident is then a chunk or two, not the stage.
 """
 
 from collections.abc import Iterator
-from itertools import accumulate, takewhile
+from itertools import takewhile
 from typing import NamedTuple
 
 from hethub.planner.candidate import samples as division
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, assign_units
+from hethub.planner.candidate.candidate import Candidate, ReplicaGroup, assign_units
 from hethub.planner.candidate.materialize import chunked
 from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
@@ -200,13 +200,8 @@ def _workers(candidate: Candidate, problem: Problem, unit_costs: UnitCosts) -> l
         return None
     found = []
     for stage, own in zip(candidate.stages, assigned, strict=True):
-        curves = {sort: _curve(stage, *sort, unit_costs) for sort in {(unit.device_type, b) for unit, b in own}}
+        sorts = {(unit.device_type, b) for unit, b in own}
+        curves = {(k, b): unit_costs.worker(stage, ReplicaGroup(k, 1, b, 1), False, False) for k, b in sorts}
         divided = division.divide(problem.batch.global_batch, [curves[unit.device_type, b] for unit, b in own])
         found.append([Worker(unit.device_type, unit.ranks[0], b, n) for (unit, b), n in zip(own, divided, strict=True)])
     return found
-
-
-def _curve(stage: CandidateStage, device_type: int, micro_batch: int, unit_costs: UnitCosts) -> division.Worker:
-    rates = (unit_costs.rate(device_type, 1, b, stage.recompute) for b in range(1, micro_batch + 1))
-    microbatches = accumulate((rate.microbatch(stage.layers, False, False).total for rate in rates), max)
-    return division.Worker(micro_batch, tuple(microbatches))
