@@ -132,7 +132,7 @@ def _all_lines(problem: Problem, table: Table, num_orders: int, *, memory_counts
     what memory has no room for by far."""
     given, units = problem.constraints, table.units
     unlike = (table.counts > 0).sum(axis=1) > 1
-    found = []
+    found = [(np.zeros(0, dtype=np.int64), 0, 1)]
     for stages in range(1, min(problem.model.layers, int(units.max())) + 1):
         if given.pp not in (None, stages):
             continue
@@ -146,11 +146,9 @@ def _all_lines(problem: Problem, table: Table, num_orders: int, *, memory_counts
         if stages > 1:
             even = unlike[rows] & (table.counts[rows] % stages == 0).all(axis=1)
             found.append((rows[even], SIDE_BY_SIDE, stages))
-    return Lines(
-        np.concatenate([rows for rows, _, _ in found] or [np.zeros(0, dtype=np.int64)]),
-        np.concatenate([np.full(len(rows), order) for rows, order, _ in found] or [np.zeros(0, dtype=np.int64)]),
-        np.concatenate([np.full(len(rows), stages) for rows, _, stages in found] or [np.zeros(0, dtype=np.int64)]),
-    )
+    every, order, depth = zip(*found, strict=True)
+    sizes = list(map(len, every))
+    return Lines(np.concatenate(every), np.repeat(order, sizes), np.repeat(depth, sizes))
 
 
 def _is_pure(table: Table, lines: Lines) -> np.ndarray:

@@ -19,20 +19,10 @@ from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.memory_model import position
 from hethub.planner.generate.small import MOST_UNITS
 from hethub.planner.generate.table import Table, tabulate
-from hethub.planner.problem.problem import Problem, Unit
-from hethub.spec.plan import Recompute
+from hethub.planner.problem.problem import Combination, Problem, Unit
 
 MOST_STAGES = 16
 MOST_CELLS = 2_000_000  # of the programme, over all settings
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One configuration to partition: units from first to last stage, micro-batch of each device type, recompute."""
-
-    line: tuple[Unit, ...]
-    micro_batches: tuple[int, ...]
-    recompute: Recompute
 
 
 @dataclass(frozen=True)
@@ -60,36 +50,43 @@ def propose(
             units = Line(order, 1).units(problem, combination.degrees)
             if len(units) <= MOST_UNITS:  # of which `small` tries every partition
                 continue
-            setting = Setting(units, combination.micro_batches, combination.recompute)
-            depths = _depths(problem, setting)
+            depths = _depths(problem, len(units))
             spent += 8 * max(depths, default=0) * problem.model.layers**2
             if bound >= limit_seconds or spent > most_cells:
                 return
-            partitioner = Partitioner(problem, costs.unit_costs, setting, memory_counts=memory_counts)
+            partitioner = Partitioner(problem, costs.unit_costs, units, combination, memory_counts=memory_counts)
             for partition in partitioner.partitions(depths, limit_seconds):
                 yield to_candidate(problem, partition.stages, units, combination)
 
 
-def _depths(problem: Problem, setting: Setting) -> list[int]:
+def _depths(problem: Problem, num_units: int) -> list[int]:
     """The numbers of stages worth trying with free numbers of replicas."""
-    deepest = min(problem.model.layers, len(setting.line), MOST_STAGES)
+    deepest = min(problem.model.layers, num_units, MOST_STAGES)
     return [depth for depth in range(1, deepest + 1) if problem.constraints.pp in (None, depth)]
 
 
 class Partitioner:
-    """The dynamic programme for one setting, under all deadlines at once. The line is walked from its end: a stage's
-    microbatches in flight depend on how many stages come after it."""
+    """The dynamic programme for a line of units from the first stage to the last, under all deadlines at once. The line is
+    walked from its end: a stage's microbatches in flight depend on how many stages come after it."""
 
-    def __init__(self, problem: Problem, costs: UnitCosts, setting: Setting, *, memory_counts: bool = True) -> None:
-        self.problem, self.costs, self.setting, self.memory_counts = problem, costs, setting, memory_counts
+    def __init__(
+        self,
+        problem: Problem,
+        costs: UnitCosts,
+        line: Sequence[Unit],
+        combination: Combination,
+        *,
+        memory_counts: bool = True,
+    ) -> None:
+        self.problem, self.costs, self.combination, self.memory_counts = problem, costs, combination, memory_counts
         self.num_layers, self.samples = problem.model.layers, problem.batch.global_batch
-        walked = [(unit.device_type, unit.tp) for unit in reversed(setting.line)]
+        walked = [(unit.device_type, unit.tp) for unit in reversed(line)]
         self.num_units, self.sorts = len(walked), sorted(set(walked))
         runs = [(self.sorts.index(sort), len(list(alike))) for sort, alike in groupby(walked)]
         self.run_sort, self.run_units = np.array(runs).T
         self.run_of = np.repeat(np.arange(len(runs)), self.run_units)
         self.sort_of = self.run_sort[self.run_of]
-        rates = [costs.rate(*sort, self._micro_batch(sort), setting.recompute) for sort in self.sorts]
+        rates = [costs.rate(*sort, self._micro_batch(sort), combination.recompute) for sort in self.sorts]
         per_sample = np.array([1.0 / self._micro_batch(sort) for sort in self.sorts])
         self.layer, self.embedding, self.head = (
             np.array([[part.total for part in rate] for rate in rates]).T * per_sample
@@ -101,11 +98,11 @@ class Partitioner:
         self.stage = self.taken - 1 + np.where(self.held == self.num_layers, self.num_layers, 0)
 
     def _micro_batch(self, sort: tuple[int, int]) -> int:
-        return self.setting.micro_batches[sort[0]]
+        return self.combination.micro_batches[sort[0]]
 
     @property
     def bound_seconds(self) -> float:
-        """No partition of this setting has a smaller bottleneck: all layers at all units' rates."""
+        """No partition has a smaller bottleneck: all layers at all units' rates."""
         return float(self.samples * self.num_layers / (1.0 / self.layer)[self.sort_of].sum())
 
     def partitions(self, depths: Sequence[int], below: float) -> list[Partition]:
@@ -191,7 +188,7 @@ class Partitioner:
         depths, sharded = np.arange(1, deepest + 1)[:, None], self.problem.usual_zero > 0
         found = []
         for sort in self.sorts:
-            own = self.costs.coefficients(*sort, self._micro_batch(sort), self.setting.recompute)
+            own = self.costs.coefficients(*sort, self._micro_batch(sort), self.combination.recompute)
             capacity = self.problem.capacity(sort[0])
             least = {
                 (first, last): own.least_replicas(

@@ -2,13 +2,13 @@
 
 import heapq
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from itertools import count, islice, product
 from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
+from hethub.planner.candidate.candidate import Candidate, to_candidate
 from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.generate.equal import Arrangements, Stages, cut_equally
 from hethub.planner.generate.table import Table, tabulate
@@ -116,8 +116,18 @@ def _cut(problem: Problem, table: Table, row: int, memory_counts: bool, limit: f
     cuts = cut_equally(problem, table, own, memory_counts=memory_counts)
     for index in np.nonzero(cuts.seconds < limit)[0].tolist():
         layers = tuple(cuts.layers[stages.first[index] : stages.last[index] + 1].tolist())
-        make = cache(partial(_candidate, problem, combination, examples, allowed[index]))
-        yield _Arrangement(float(cuts.seconds[index]), layers, make)
+        yield _Arrangement(float(cuts.seconds[index]), layers, _maker(problem, combination, examples, allowed[index]))
+
+
+def _maker(
+    problem: Problem, combination: Combination, examples: tuple[Unit, ...], composition: Composition
+) -> Callable[[Layers], Candidate]:
+    """What makes candidates of an ordered partition's cuts, each once."""
+    units = [
+        unit for counts in composition for unit, number in zip(examples, counts, strict=True) for _ in range(number)
+    ]
+    sizes = list(map(sum, composition))
+    return cache(lambda layers: to_candidate(problem, list(zip(layers, sizes, strict=True)), units, combination))
 
 
 def _downhill(layers: Layers, make: Callable[[Layers], Candidate], costs: CostModel) -> Iterator[Candidate]:
@@ -147,20 +157,3 @@ def _near(layers: Layers) -> Iterator[Layers]:
         for taker in range(len(layers)):
             if giver != taker and layers[giver] > 1:
                 yield tuple(x - (i == giver) + (i == taker) for i, x in enumerate(layers))
-
-
-def _candidate(
-    problem: Problem,
-    combination: Combination,
-    examples: tuple[Unit, ...],
-    composition: Composition,
-    layers: Layers,
-) -> Candidate:
-    stages = []
-    for counts, x in zip(composition, layers, strict=True):
-        groups = [
-            ReplicaGroup(unit.device_type, unit.tp, combination.micro_batches[unit.device_type], number)
-            for unit, number in zip(examples, counts, strict=True)
-        ]
-        stages.append(CandidateStage(x, merged(groups), combination.recompute, problem.usual_zero))
-    return Candidate(tuple(stages))

@@ -7,11 +7,11 @@ import pytest
 from hethub.planner.candidate.settings import Line
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.generate.cuts import best_cuts
-from hethub.planner.generate.partition import DEADLINES, Partitioner, Setting
+from hethub.planner.generate.partition import DEADLINES, Partitioner
 from hethub.planner.generate.small import ordered_partitions
 from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.pose import pose
-from hethub.planner.problem.problem import Batch
+from hethub.planner.problem.problem import Batch, Combination
 from hethub.spec.job import ConstraintsSpec
 from tests.planner.problems import TINY, cluster
 
@@ -21,14 +21,14 @@ def test_ordered_partitions_are_all_of_them():
     assert ordered_partitions((2,)) == (((1,), (1,)), ((2,),))
 
 
-def busiest(problem, costs, setting, layers, sizes):
+def busiest(problem, costs, line, combination, layers, sizes):
     """Seconds of the slowest stage under the smallest deadline that its units' whole samples meet."""
     position, slowest = 0, 0.0
     for stage, (held, size) in enumerate(zip(layers, sizes, strict=True)):
         seconds = []
-        for unit in setting.line[position : position + size]:
-            size_of = setting.micro_batches[unit.device_type]
-            microbatch = costs.rate(unit.device_type, unit.tp, size_of, setting.recompute).microbatch(
+        for unit in line[position : position + size]:
+            size_of = combination.micro_batches[unit.device_type]
+            microbatch = costs.rate(unit.device_type, unit.tp, size_of, combination.recompute).microbatch(
                 held, stage == 0, stage == len(layers) - 1
             )
             seconds.append(microbatch.total / size_of)
@@ -49,16 +49,17 @@ def test_partitions_meet_the_first_deadline_that_any_of_their_depth_meets(number
     nodes = [node for node in (("amd", numbers[0], 0.05, 4.0), ("nvidia", numbers[1], 0.1, 4.0)) if node[1]]
     problem = pose(TINY, cluster(*nodes), Batch(12, 64, "fp32"))
     costs, device_types = UnitCosts(problem), tuple(range(len(nodes)))
-    setting = Setting(Line(device_types, 1).units(problem, (1,) * len(device_types)), (2,) * len(device_types), "none")
-    partitioner = Partitioner(problem, costs, setting)
+    combination = Combination((1,) * len(device_types), (2,) * len(device_types), "none")
+    line = Line(device_types, 1).units(problem, combination.degrees)
+    partitioner = Partitioner(problem, costs, line, combination)
     found = {len(partition.stages): partition for partition in partitioner.partitions(range(1, 6), float("inf"))}
     assert len(found) > 2
     for depth, partition in found.items():
         layers, sizes = zip(*partition.stages, strict=True)
         assert (sum(layers), sum(sizes)) == (TINY.layers, 5)
-        assert busiest(problem, costs, setting, layers, sizes) <= partition.deadline_seconds * (1 + 1e-9)
+        assert busiest(problem, costs, line, combination, layers, sizes) <= partition.deadline_seconds * (1 + 1e-9)
         best = min(
-            busiest(problem, costs, setting, held, units)
+            busiest(problem, costs, line, combination, held, units)
             for held, units in product(cuts_of(TINY.layers, depth), cuts_of(5, depth))
         )
         later = [step for step in DEADLINES if partitioner.bound_seconds * step >= best * (1 - 1e-9)]
@@ -75,6 +76,5 @@ def test_cuts_into_stages_of_one_kind_are_balanced_as_well_as_any_other_layers(s
     for entry in found:
         combination, sizes = entry.combination, [entry.line.replicas] * stages
         units = entry.line.units(problem, combination.degrees)
-        setting = Setting(units, combination.micro_batches, combination.recompute)
-        others = (busiest(problem, costs, setting, layers, sizes) for layers in cuts_of(9, stages))
-        assert busiest(problem, costs, setting, entry.layers, sizes) <= min(others) * (1 + 1e-5)
+        others = (busiest(problem, costs, units, combination, layers, sizes) for layers in cuts_of(9, stages))
+        assert busiest(problem, costs, units, combination, entry.layers, sizes) <= min(others) * (1 + 1e-5)
