@@ -140,7 +140,7 @@ def _confirmed(problem: Problem, incumbent: Incumbent, best: Evaluation | None, 
     for evaluation in (best, *ranked) if best else ():
         if _binds(problem, evaluation):
             return evaluation
-        incumbent.discard(evaluation)
+        incumbent.fitting.pop(evaluation.candidate, None)
     raise BadInput(nothing_fits(problem, incumbent, strategy))
 
 

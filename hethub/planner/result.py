@@ -14,20 +14,14 @@ class RunnerUp:
     """A plan that fits but is slower, by its step or in the mean over the scenarios; `within_interval`: no slower than the
     winner's 80 % interval reaches."""
 
-    plan: PlanSpec
     step_seconds: float
     objective_seconds: float | None  # where it was compared over the scenarios
     slower_percent: float
     within_interval: bool
+    plan: PlanSpec
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "step_seconds": self.step_seconds,
-            "objective_seconds": self.objective_seconds,
-            "slower_percent": self.slower_percent,
-            "within_interval": self.within_interval,
-            "plan": plan_dict(self.plan),
-        }
+        return vars(self) | {"plan": plan_dict(self.plan)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +38,8 @@ class HomogeneousPart:
     plan: PlanSpec
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "accelerator": self.accelerator,
-            "island": self.island,
-            "count": self.count,
-            "global_batch": self.global_batch,
-            "tokens_per_second": self.tokens_per_second,
-            "memory_lifted": self.memory_lifted,
-            "plan": plan_dict(self.plan),
-        }
+        shown = {key: value for key, value in vars(self).items() if key != "cluster"}
+        return shown | {"plan": plan_dict(self.plan)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +47,12 @@ class FamilyRow:
     """What a named system would have chosen; None throughout where it has no plan that fits."""
 
     strategy: str
-    plan: PlanSpec | None
     step_seconds: float | None
     slower_percent: float | None
+    plan: PlanSpec | None
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "strategy": self.strategy,
-            "step_seconds": self.step_seconds,
-            "slower_percent": self.slower_percent,
-            "plan": None if self.plan is None else plan_dict(self.plan),
-        }
+        return vars(self) | {"plan": self.plan and plan_dict(self.plan)}
 
 
 TWICE = "twice the batch"

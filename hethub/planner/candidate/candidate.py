@@ -116,9 +116,6 @@ class Candidate:
     def _hash(self) -> int:
         return hash((self.stages, self.alike, self.extra_in_flight, self.even, self.name, self.schedule, self.chunks))
 
-    def with_stage(self, index: int, stage: CandidateStage) -> "Candidate":
-        return self.with_stages({index: stage})
-
     def with_stages(self, changed: Mapping[int, CandidateStage]) -> "Candidate":
         """The candidate with other stages at these indices."""
         stages = tuple([changed.get(index, stage) for index, stage in enumerate(self.stages)])

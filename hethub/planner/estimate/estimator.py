@@ -324,7 +324,8 @@ class Estimator:
 
     def _has_room_to_put_off(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
         """[candidate]: whether under zero_bubble there is memory for what is put off."""
-        return own.widest(held) <= self._most_under_way(own, held)
+        widest = np.where(own.blank, 0.0, own.stages.microstep * held).max(axis=1)
+        return widest <= self._most_under_way(own, held)
 
     def _most_under_way(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
         """[candidate]: up to how many samples every stage has memory for under zero_bubble, where all others may put
@@ -361,10 +362,6 @@ class _SideBySide(NamedTuple):
     def several(self) -> np.ndarray:
         """[candidate]: whether it has several stages."""
         return self.first < self.rows.shape[1] - 1
-
-    def widest(self, held: np.ndarray) -> np.ndarray:
-        """[candidate]: the most samples that are under way in a stage."""
-        return np.where(self.blank, 0.0, self.stages.microstep * held).max(axis=1)
 
     def at(self, chosen: np.ndarray) -> "_SideBySide":
         """Some of the candidates."""

@@ -15,7 +15,7 @@ from hethub.planner.estimate.costs import UnitCosts, rank_parameters
 from hethub.planner.estimate.memory_model import ENDS, MIDDLE, Coefficients, Mode
 from hethub.planner.estimate.stage_figures import Division, Placed, Room, Side, Sort, StageEstimate, Sums
 from hethub.planner.memo import memoized
-from hethub.planner.problem.problem import DeviceType, Problem
+from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.groups import Group, Operation
 from hethub.predictor.cost.node_links import host_gbytes_per_second
@@ -92,7 +92,8 @@ class StageTimes:
             finish=gather + self._optimizer(own, sums.parameters / own.shards.max(axis=1)) + self._stored(own, sums),
             most=np.where(named, _UNLIMITED, np.minimum(most, _UNLIMITED)),
             sure=np.where(named, _UNLIMITED, np.minimum(sure, _UNLIMITED)),
-            host=self._hosted(own, sums), host_microbatch=self._hosted_microbatch(own),
+            host=self._hosted(own, sums),
+            host_microbatch=(self._copied(own) / self._host_filled[own.device_types]).max(axis=1),
         )  # fmt: skip
         moves = (own.zero >= 2) & (own.replicas > 1)
         moves |= np.array(["parameters" in p.stage.offload or "activations" in p.stage.offload for p in stages])
@@ -272,10 +273,6 @@ class StageTimes:
         found = saved + optimizer + _offloads(own, "parameters") * kept * self.costs.width
         return found / self._host_bytes[own.device_types].min(axis=1)
 
-    def _hosted_microbatch(self, own: Side) -> np.ndarray:
-        """[stage]: the same of a microbatch's activations, where they take most."""
-        return (self._copied(own) / self._host_filled[own.device_types]).max(axis=1)
-
     def _stored(self, own: Side, sums: Sums) -> np.ndarray:
         """[stage]: seconds of new weights on their way over the accelerators to all hosts."""
         seconds = 2 * self.costs.width * sums.parameters * self._host_one_way[own.device_types].max(axis=1)
@@ -337,15 +334,12 @@ class StageTimes:
                     machines[self.costs.network.places[ranks[0]].machine] += here
                     islands[island] += here
                 left -= here
+        # Whether links reach each other is asked of those that share the first machine.
         joined = all(
-            self._joins(self.problem.device_types[device_type], tp * number) for device_type, tp, number in sorts
+            self.costs.network.joined(self.problem.device_types[device_type].machines[0][: tp * number])
+            for device_type, tp, number in sorts
         )
         return Group(machines.total(), tuple(machines.items()), tuple(islands.items()), joined=joined)
-
-    def _joins(self, device_type: DeviceType, ranks: int) -> bool:
-        """Whether the links of a device type's first so many accelerators reach each other, as far as they share a machine."""
-        network, machine = self.costs.network, device_type.machines[0]
-        return network.joined(machine[:ranks])
 
 
 def _offloads(own: Side, what: Offload) -> np.ndarray:

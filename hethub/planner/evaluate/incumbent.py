@@ -103,18 +103,10 @@ class Incumbent:
         fits = evaluation.fits or self.evaluator.ignore_memory
         return (not fits, evaluation.seconds if fits else evaluation.fullness)
 
-    def discard(self, evaluation: Evaluation) -> None:
-        """Takes a plan out that turned out not to bind."""
-        self.fitting.pop(evaluation.candidate, None)
-
     def admit(self, other: "Incumbent") -> None:
         """Takes over what another search of the same problem tried."""
         self.tried.update(other.tried)
         self.fitting.update(other.fitting)
-
-    def mark_start(self) -> None:
-        """Remembers the best so far as what the search started from."""
-        self.start = self.best
 
     @property
     def estimate_error_percent(self) -> float:

@@ -129,21 +129,17 @@ class _Sweep:
             self.left -= len(some.bounds)
             timed = _timed(self.incumbent.problem, some.points(), self.orders)
             self.evaluate_timed(timed)
-            self.near = heapq.nsmallest(DEEPENED, [*self.near, *timed], key=_seconds_of)
+            self.near = heapq.nsmallest(DEEPENED, [*self.near, *timed], key=itemgetter(0))
 
     def evaluate_timed(self, timed: Sequence[tuple[float, Point]]) -> None:
         """Evaluates points in order of their times until none can be better."""
-        for seconds, point in sorted(timed, key=_seconds_of):
+        for seconds, point in sorted(timed, key=itemgetter(0)):
             if seconds >= self.incumbent.best_seconds:
                 return
             if self.has_evaluated_enough:
                 self.leave(seconds)
                 return
             self.incumbent.consider(_candidate(point, self.incumbent))
-
-
-def _seconds_of(timed: tuple[float, Point]) -> float:
-    return timed[0]
 
 
 def _deeper(problem: Problem, point: Point) -> list[Point]:
@@ -216,7 +212,7 @@ def _candidate(point: Point, incumbent: Incumbent) -> Candidate:
     if (usual := materialize(candidate, problem, incumbent.costs.unit_costs.worker, None)) is not None:
         for index, (stage, own, wanted) in enumerate(zip(stages, usual.stages, plan.stages, strict=True)):
             more = tuple(w.samples - r.samples for r, w in zip(own.replicas, wanted.replicas, strict=True))
-            candidate = candidate.with_stage(index, replace(stage, nudges=more if any(more) else ()))
+            candidate = candidate.with_stages({index: replace(stage, nudges=more if any(more) else ())})
         if materialize(candidate, problem, incumbent.costs.unit_costs.worker, None) == plan:
             return candidate
     return replace(candidate, name=f"point {plan.stages}", plan=plan)

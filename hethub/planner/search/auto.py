@@ -95,7 +95,7 @@ def _evaluate_start(incumbent: Incumbent, families: Mapping[str, Sequence[Candid
             start, shortest = own, costs.seconds(own)
     if start is not None:
         incumbent.consider(start)
-    incumbent.mark_start()
+    incumbent.start = incumbent.best
 
 
 def _evaluate_leaders(incumbent: Incumbent, candidates: Iterable[Candidate], effort: Effort) -> None:

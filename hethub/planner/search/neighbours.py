@@ -61,35 +61,31 @@ def _shifted(candidate: Candidate, giver: int, taker: int, layers: int) -> Candi
 
 
 def _micro_batches(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Iterator[Candidate]:
-    """The next smaller or larger micro-batch for all, for one stage, or for one device type in a stage."""
-    everywhere: list[tuple[int, int | None]] = [(index, None) for index in range(len(candidate.stages))]
+    """The next smaller or larger micro-batch for all, for one stage, for one device type in a stage, or for one in all."""
+    everywhere = range(len(candidate.stages))
     device_types = sorted({own.device_type for stage in candidate.stages for own in stage.groups})
+    in_all = [[(index, own) for index in everywhere] for own in device_types if len(device_types) > 1]
     for step in (-1, 1):
-        yield _stepped(candidate, everywhere, problem, step)
-        if len(candidate.stages) > 1:
-            for index in stages:
-                yield _stepped(candidate, [(index, None)], problem, step)
-        for index in stages:
-            own = sorted({own.device_type for own in candidate.stages[index].groups})
-            for device_type in own if len(own) > 1 else ():
-                yield _stepped(candidate, [(index, device_type)], problem, step)
-        for device_type in device_types if len(device_types) > 1 else ():
-            yield _stepped(candidate, [(index, device_type) for index, _ in everywhere], problem, step)
+        for where in [*_places(candidate, stages), *in_all]:
+            yield _stepped(candidate, where, problem, step)
 
 
 def _even_microbatches(candidate: Candidate, costs: Estimator, stages: Sequence[int]) -> Iterator[Candidate]:
-    """Microbatches that come out even, fewer, more or as many, for all, for one stage, or for one device type in a stage or
-    in all."""
-    everywhere = range(len(candidate.stages))
-    places: list[Where] = [[(index, None) for index in everywhere]]
-    if len(candidate.stages) > 1:
-        places += [[(index, None)] for index in stages]
-    for index in stages:
-        own = sorted({own.device_type for own in candidate.stages[index].groups})
-        places += [[(index, device_type)] for device_type in own if len(own) > 1]
-    for where in places:
+    """Microbatches that come out even, fewer, more or as many, for all, for one stage, or for one device type in a stage."""
+    for where in _places(candidate, stages):
         for step in (-1, 0, 1):
             yield resized(candidate, where, costs, step)
+
+
+def _places(candidate: Candidate, stages: Sequence[int]) -> list[Where]:
+    """All stages, each of some, and each device type of one of these."""
+    found: list[Where] = [[(index, None) for index in range(len(candidate.stages))]]
+    if len(candidate.stages) > 1:
+        found += [[(index, None)] for index in stages]
+    for index in stages:
+        own = sorted({group.device_type for group in candidate.stages[index].groups})
+        found += [[(index, device_type)] for device_type in own if len(own) > 1]
+    return found
 
 
 def with_room(candidate: Candidate, problem: Problem) -> Candidate:
@@ -110,7 +106,7 @@ def _made_to_fit(near: Iterable[Candidate], costs: Estimator) -> list[Candidate]
     return found + [candidate for candidate in smaller if candidate is not None]
 
 
-def _stepped(candidate: Candidate, where: list[tuple[int, int | None]], problem: Problem, step: int) -> Candidate:
+def _stepped(candidate: Candidate, where: Where, problem: Problem, step: int) -> Candidate:
     changed = {}
     for index, device_type in where:
         groups = candidate.stages[index].groups
@@ -218,7 +214,7 @@ def _degrees(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> I
                     rest = [other for other in stage.groups if other != own]
                     for micro_batch in dict.fromkeys((own.micro_batch, _next(own, problem, 1))):
                         groups = [*rest, ReplicaGroup(own.device_type, tp, micro_batch, count)]
-                        yield candidate.with_stage(index, stage.with_groups(groups))
+                        yield candidate.with_stages({index: stage.with_groups(groups)})
 
 
 def _depths(candidate: Candidate) -> Iterator[Candidate]:
@@ -243,7 +239,7 @@ def nudges(candidate: Candidate) -> Iterator[Candidate]:
             for taker in range(count):
                 if giver != taker:
                     moved = tuple(n - (i == giver) + (i == taker) for i, n in enumerate(now))
-                    yield candidate.with_stage(index, replace(stage, nudges=moved if any(moved) else ()))
+                    yield candidate.with_stages({index: replace(stage, nudges=moved if any(moved) else ())})
 
 
 def _less(stage: CandidateStage, one: ReplicaGroup) -> list[ReplicaGroup]:
