@@ -8,8 +8,7 @@ from itertools import islice, takewhile
 from operator import itemgetter
 
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluation import Evaluation
-from hethub.planner.evaluate.evaluator import Evaluator
+from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.evaluate.layouts import is_equal
 from hethub.planner.evaluate.outlook import Outlooks

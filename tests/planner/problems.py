@@ -1,8 +1,7 @@
 """Small questions for the planner: a tiny model, clusters of a few accelerators, and plans evaluated on them."""
 
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluation import Evaluation
-from hethub.planner.evaluate.evaluator import Evaluator
+from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.generate import cuts
 from hethub.planner.problem.pose import pose

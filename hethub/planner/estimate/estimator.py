@@ -13,10 +13,9 @@ import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, merged
 from hethub.planner.estimate import in_flight
-from hethub.planner.estimate.chained import wait_for_chains
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.stage_figures import StageEstimate
-from hethub.planner.estimate.stage_rows import StageRows
+from hethub.planner.estimate.stage_rows import StageRows, wait_for_chains
 from hethub.planner.estimate.stage_times import StageTimes
 from hethub.planner.estimate.transfers import P2pCosts
 from hethub.planner.problem.problem import Problem

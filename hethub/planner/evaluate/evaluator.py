@@ -1,20 +1,59 @@
 """Candidates bound and predicted with full cost: what a plan takes is said here, and nowhere estimated."""
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.candidate.materialize import materialize
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluation import Evaluation
 from hethub.planner.evaluate.layouts import is_alike, is_equal, layout_of, raised
 from hethub.planner.problem.problem import Problem
-from hethub.predictor import predict, rank_memory
+from hethub.predictor import Prediction, RankMemory, predict, rank_memory
 from hethub.predictor.memory.ranks import all_fit
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """A plan with the candidate it came from, its ranks' memory and whether they fit, and its prediction."""
+
+    candidate: Candidate
+    plan: PlanSpec
+    memory: tuple[RankMemory, ...]
+    fits: bool
+    predicted: Callable[[], Prediction]
+
+    @cached_property
+    def fullness(self) -> float:
+        """How much the fullest rank needs, as a fraction of its memory."""
+        return max([entry.bytes / entry.limit for entry in self.memory])
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """Made when first asked for: of most plans that do not fit nobody asks for it."""
+        return self.predicted()
+
+    @property
+    def is_predictable(self) -> bool:
+        """Whether there is a prediction: too few microbatches in flight, or a link without a speed, leave none."""
+        try:
+            _ = self.prediction
+        except BadInput:
+            return False
+        return True
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.step_seconds
+
+    def of(self, candidate: Candidate) -> "Evaluation":
+        """The same of another candidate that means the same plan."""
+        return replace(self, candidate=candidate, predicted=partial(getattr, self, "prediction"))
+
 
 SMALL_REPLAY = 1_000  # microbatches: always replayed
 

@@ -6,8 +6,7 @@ from itertools import takewhile
 
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluation import Evaluation
-from hethub.planner.evaluate.evaluator import Evaluator
+from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
 from hethub.planner.problem.problem import Problem
 
 NEAR = 1.25  # times the best: plans on which estimate and prediction are compared

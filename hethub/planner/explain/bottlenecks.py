@@ -6,8 +6,7 @@ from functools import partial
 
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluation import Evaluation
-from hethub.planner.evaluate.evaluator import Evaluator
+from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.evaluate.processes import forked
 from hethub.planner.problem.problem import Batch, Problem

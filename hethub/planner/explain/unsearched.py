@@ -8,8 +8,7 @@ one device type.
 from collections.abc import Iterator
 from typing import get_args
 
-from hethub.planner.problem.capabilities import Capabilities
-from hethub.planner.problem.problem import Problem
+from hethub.planner.problem.problem import Capabilities, Problem
 from hethub.planner.result import Unsearched
 from hethub.spec.plan import Offload, ScheduleName
 

@@ -1,11 +1,14 @@
-"""A question posed: checked before any search, or refused."""
+"""A question posed: checked before any search, or refused; constraints that contradict the job or each other are named in
+pairs."""
 
-from hethub.planner.problem.contradictions import check_constraints
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 from hethub.planner.problem.problem import Batch, Problem, collapse
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, suggest
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.model import ModelSpec
 
@@ -55,3 +58,123 @@ def _check_precision(problem: Problem) -> None:
                 f"precision {precision}: accelerator {device_type.accelerator.name} (node '{node}') does not compute in it. All of cluster "
                 f"'{problem.cluster.name}' compute in {', '.join(able)}; choose one of these, or leave that node out."
             )
+
+
+class Contradiction(NamedTuple):
+    """Two things of which no plan can keep both."""
+
+    one: str
+    other: str
+
+
+def check_constraints(problem: Problem) -> None:
+    """Raises BadInput naming the first constraint that this version does not know, or the first pair that excludes
+    every plan."""
+    given, capable = problem.constraints, problem.capabilities
+    _check_listed("schedule", given.schedule, capable.schedules)
+    _check_listed("zero", given.zero, capable.zero)
+    _check_forbidden_names(problem)
+    for checks in (_of_degrees, _of_products, _of_batches, _of_modes):
+        for found in checks(problem):
+            raise BadInput(f"constraints: {found.one} contradicts {found.other}; change one of them.")
+
+
+def _check_listed(key: str, value: object, known: Sequence[object]) -> None:
+    if value is not None and value not in known:
+        raise BadInput(
+            f"constraints: {key}: {value} is nothing that this version's planner proposes (a plan file may still ask for it); use one "
+            f"of {', '.join(map(str, known))}."
+        )
+
+
+def _check_forbidden_names(problem: Problem) -> None:
+    devices = [device_type.accelerator for device_type in problem.device_types]
+    known = list(dict.fromkeys([*(device.name for device in devices), *(device.vendor for device in devices)]))
+    for name in (name for pair in problem.constraints.forbid for name in pair):
+        if name not in known:
+            raise BadInput(
+                f"constraints: forbid names '{name}', which is neither an accelerator nor a vendor of cluster "
+                f"'{problem.cluster.name}'; {suggest(name, known)}"
+            )
+
+
+def _of_degrees(problem: Problem) -> Iterator[Contradiction]:
+    """Single degrees against model, cluster and batch."""
+    given, batch = problem.constraints, problem.batch.global_batch
+    if given.tp and given.tp not in problem.degrees:
+        listed = ", ".join(map(str, problem.degrees))
+        yield Contradiction(
+            f"tp: {given.tp}", f"the degrees that the heads of '{problem.model.name}' and the machines allow ({listed})"
+        )
+    for device_type in problem.device_types if given.tp else ():
+        for machine in device_type.machines:
+            if given.tp and len(machine) % given.tp:
+                node = problem.cluster.places[machine[0]].node.name
+                yield Contradiction(f"tp: {given.tp}", f"the {len(machine)} accelerators of node '{node}'")
+    if given.pp and given.pp > problem.model.layers:
+        yield Contradiction(f"pp: {given.pp}", f"the {problem.model.layers} layers of model '{problem.model.name}'")
+    if given.pp and given.pp > problem.size:
+        yield Contradiction(f"pp: {given.pp}", _all_of(problem))
+    if given.dp and given.dp > batch:
+        yield Contradiction(f"dp: {given.dp}", f"global_batch {batch}: every replica needs a sample")
+
+
+def _of_products(problem: Problem) -> Iterator[Contradiction]:
+    """Degrees together against the accelerators, all of which a plan uses."""
+    given, size = problem.constraints, problem.size
+    if given.tp and given.pp and given.dp and given.tp * given.pp * given.dp != size:
+        yield Contradiction(f"tp: {given.tp} with pp: {given.pp} and dp: {given.dp}", _all_of(problem))
+    if given.pp and given.dp and given.pp * given.dp > size:
+        yield Contradiction(f"pp: {given.pp} with dp: {given.dp}", _all_of(problem))
+    if given.tp and given.pp and given.tp * given.pp > size:
+        yield Contradiction(f"tp: {given.tp} with pp: {given.pp}", _all_of(problem))
+    if given.tp and given.dp and size % (given.tp * given.dp):
+        yield Contradiction(f"tp: {given.tp} with dp: {given.dp}", _all_of(problem))
+
+
+def _of_batches(problem: Problem) -> Iterator[Contradiction]:
+    given, batch = problem.constraints, problem.batch.global_batch
+    if given.micro_batch and given.max_micro_batch and given.micro_batch > given.max_micro_batch:
+        yield Contradiction(f"micro_batch: {given.micro_batch}", f"max_micro_batch: {given.max_micro_batch}")
+    if given.micro_batch and given.micro_batch > batch:
+        yield Contradiction(f"micro_batch: {given.micro_batch}", f"global_batch {batch}")
+    if given.micro_batch and given.dp and given.dp * given.micro_batch > batch:
+        yield Contradiction(f"micro_batch: {given.micro_batch} with dp: {given.dp}", f"global_batch {batch}")
+    least = _least_replicas(problem)
+    if least * (given.micro_batch or 1) > batch:
+        fixed = [f"{key}: {value}" for key in ("tp", "pp", "micro_batch") if (value := getattr(given, key))]
+        among = f" with {' and '.join(fixed)}" if fixed else ""
+        yield Contradiction(
+            f"the {problem.size} accelerators of cluster '{problem.cluster.name}'{among}",
+            f"global_batch {batch}: some stage has at least {least} replicas, of which each needs "
+            f"{given.micro_batch or 1} samples",
+        )
+
+
+def _least_replicas(problem: Problem) -> int:
+    """How many replicas the widest stage has at least: all accelerators in replicas as wide and stages as many as
+    allowed."""
+    given = problem.constraints
+    units = 0
+    for machine in (machine for device_type in problem.device_types for machine in device_type.machines):
+        widest = given.tp or max(degree for degree in problem.degrees if degree <= len(machine))
+        units += -(-len(machine) // widest)
+    return -(-units // (given.pp or problem.model.layers))
+
+
+def _of_modes(problem: Problem) -> Iterator[Contradiction]:
+    """Schedule, recompute and ZeRO, and which device types may not meet."""
+    given, islands = problem.constraints, len(problem.cluster.islands)
+    if given.schedule == "zero_bubble" and given.recompute == "full":
+        yield Contradiction("schedule: zero_bubble", "recompute: full, which leaves no weights' gradients to put off")
+    if given.zero == 0 and given.pp and given.pp < islands:
+        yield Contradiction(
+            f"zero: 0 with pp: {given.pp}",
+            f"the {islands} islands of cluster '{problem.cluster.name}': a stage over several needs zero: 1",
+        )
+    if given.pp == 1 and problem.forbidden:
+        yield Contradiction("pp: 1", "forbid, two of whose accelerators would share the only stage")
+
+
+def _all_of(problem: Problem) -> str:
+    return f"the {problem.size} accelerators of cluster '{problem.cluster.name}', all of which a plan uses"

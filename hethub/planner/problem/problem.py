@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hethub.planner.memo import memoized
-from hethub.planner.problem.capabilities import RUNTIME, Capabilities
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.spec.accelerator import AcceleratorSpec, Precision
@@ -14,8 +13,28 @@ from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.tensors import tp_degrees
 from hethub.spec.model import ModelSpec
-from hethub.spec.plan import PlanSpec, Recompute, ScheduleName, StageSpec
+from hethub.spec.plan import Offload, PlanSpec, Recompute, ScheduleName, StageSpec
 
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """The part of the plan space that the runtime executes and is searched: the planner returns nothing beyond it."""
+
+    schedules: tuple[ScheduleName, ...]
+    zero: tuple[int, ...]
+    recompute: tuple[Recompute, ...]
+    offload: tuple[Offload, ...]
+    chooses_in_flight: bool = True  # whether more microbatches in flight than the default are looked at
+    any_micro_batch: bool = True  # whether micro-batches between powers of two are looked at
+
+
+# Selective recompute is executable, but costs time and saves nothing where attention is fused, as in our runtime.
+RUNTIME = Capabilities(
+    schedules=("1f1b", "zero_bubble", "interleaved", "layered", "ministages", "gpipe"),
+    zero=(0, 1, 2, 3),
+    recompute=("none", "full"),
+    offload=("activations", "parameters", "optimizer"),
+)
 FEW, MANY = 16, 128  # accelerators
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate
-from hethub.planner.evaluate.evaluation import Evaluation
+from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.generate import device_type_stages, modes, partition, small
 from hethub.planner.generate.cuts import Best, Entry, best_cuts

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from hethub.planner.candidate.candidate import Candidate, merged
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluation import Evaluation
-from hethub.planner.evaluate.evaluator import Evaluator
+from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.auto import WHOLE_MICROBATCHES, search

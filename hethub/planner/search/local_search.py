@@ -8,7 +8,7 @@ from itertools import islice
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import fitted, lessened
-from hethub.planner.evaluate.evaluation import Evaluation
+from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.effort import Effort

@@ -12,7 +12,7 @@ from hethub.planner.estimate.in_flight import (
     sent_until_back,
     slowest_cycle,
 )
-from hethub.planner.evaluate.evaluation import Evaluation
+from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from tests.oracle.question import random_question

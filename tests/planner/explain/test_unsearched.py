@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from hethub.planner.explain.unsearched import not_searched
-from hethub.planner.problem.capabilities import RUNTIME, Capabilities
 from hethub.planner.problem.pose import pose
-from hethub.planner.problem.problem import Batch, Problem
+from hethub.planner.problem.problem import RUNTIME, Batch, Capabilities, Problem
 from tests.planner.problems import MIXED, TINY
 
 

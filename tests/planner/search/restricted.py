@@ -4,13 +4,11 @@ from dataclasses import replace
 
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluation import Evaluation
-from hethub.planner.evaluate.evaluator import Evaluator
+from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.plan import find
-from hethub.planner.problem.capabilities import RUNTIME
 from hethub.planner.problem.pose import pose
-from hethub.planner.problem.problem import Batch, Problem
+from hethub.planner.problem.problem import RUNTIME, Batch, Problem
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.plan import PlanSpec
 from tests.oracle.question import Question, random_question
