@@ -9,7 +9,7 @@ from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.generate import cuts, modes
 from hethub.planner.generate.table import tabulate
-from hethub.planner.problem.problem import Batch, Problem
+from hethub.planner.problem.problem import Problem
 from hethub.planner.search.auto import thriftiest
 from hethub.spec.job import ConstraintsSpec
 
@@ -70,7 +70,14 @@ def _constraints(problem: Problem) -> str:
 
 def verified(problem: Problem) -> list[Change]:
     """The smallest change of each sort with which a plan was found."""
-    found = (next(filter(_fits, series), None) for series in _series(problem))
+    sorts = (
+        _free_constraints,
+        _less_reserve,
+        fewer_samples,
+        _shorter,
+        _more_nodes,
+    )  # steps of each, the smallest first
+    found = (next(filter(_fits, sort(problem)), None) for sort in sorts)
     return [change for change in found if change is not None]
 
 
@@ -79,23 +86,12 @@ def _fits(change: Change) -> bool:
     problem, costs = change.problem, Estimator(change.problem)
     incumbent = Incumbent(Evaluator(problem, costs))
     few = thriftiest(problem, tabulate(problem, costs.unit_costs))
-    found = cuts.propose(problem, costs, table=few, number=TRIED, memory_counts=False)
+    found = cuts.propose(problem, costs, table=few, number=TRIED)
     for candidate in sorted(modes.propose(problem, costs, list(found)), key=costs.seconds)[:TRIED]:
         incumbent.consider(candidate)
         if incumbent.fitting:
             return True
     return False
-
-
-def _series(problem: Problem) -> list[Iterator[Change]]:
-    """For each sort of change, its steps from the smallest up."""
-    return [
-        _free_constraints(problem),
-        _less_reserve(problem),
-        fewer_samples(problem),
-        _shorter(problem),
-        _more_nodes(problem),
-    ]
 
 
 def _free_constraints(problem: Problem) -> Iterator[Change]:
@@ -116,19 +112,15 @@ def fewer_samples(problem: Problem) -> Iterator[Change]:
     batch = problem.batch
     for part in (2, 4, 8) if not problem.constraints.keep_global_batch else ():
         if samples := batch.global_batch // part:
-            smaller = Batch(samples, batch.seq_len, batch.precision)
-            yield Change(f"global_batch {samples}", problem.on(problem.cluster, smaller))
+            yield Change(f"global_batch {samples}", problem.on(problem.cluster, batch._replace(global_batch=samples)))
 
 
 def _shorter(problem: Problem) -> Iterator[Change]:
     """Sequences of three quarters, a half, … of the length."""
     batch = problem.batch
     for eighths in (6, 4, 3, 2, 1):
-        seq_len = batch.seq_len * eighths // 8
-        if seq_len:
-            yield Change(
-                f"seq_len {seq_len}", problem.on(problem.cluster, Batch(batch.global_batch, seq_len, batch.precision))
-            )
+        if seq_len := batch.seq_len * eighths // 8:
+            yield Change(f"seq_len {seq_len}", problem.on(problem.cluster, batch._replace(seq_len=seq_len)))
 
 
 def _more_nodes(problem: Problem) -> Iterator[Change]:

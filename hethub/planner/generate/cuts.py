@@ -93,22 +93,21 @@ def propose(
     *,
     table: Table | None = None,
     number: int = PROPOSED,
-    memory_counts: bool = True,
 ) -> Iterator[Candidate]:
     """The best cuts over all settings, best first."""
     table = tabulate(problem, costs.unit_costs) if table is None else table
-    for entry in best_cuts(problem, table, number, memory_counts=memory_counts).cuts:
+    for entry in best_cuts(problem, table, number).cuts:
         yield entry.candidate(problem)
 
 
-def best_cuts(problem: Problem, table: Table, number: int, *, memory_counts: bool = True) -> Best:
+def best_cuts(problem: Problem, table: Table, number: int) -> Best:
     """The `number` best cuts, and the best pure ones, in one pass over all settings.
 
     A setting is not cut where one microbatch's way through all layers and the busy time of perfect balance exceed the
     worst kept, or the best by more than the estimate can err.
     """
     tried = orders(problem)
-    lines = _all_lines(problem, table, len(tried), memory_counts=memory_counts)
+    lines = _all_lines(problem, table, len(tried))
     least = table.bound[lines.rows] + table.through[lines.rows] * (1 - 2 / (lines.stages + 1))
     ranked = np.argsort(least, kind="stable")
     lines, least = lines.at(ranked), least[ranked]
@@ -120,14 +119,14 @@ def best_cuts(problem: Problem, table: Table, number: int, *, memory_counts: boo
         pure = _is_pure(table, lines.at(own))
         worth = least[own] < np.where(pure, max(kept.limit, kept_pure.limit), kept.limit)
         if worth.any():
-            found = _cut(problem, table, lines.at(own[worth]), tried, memory_counts=memory_counts)
+            found = _cut(problem, table, lines.at(own[worth]), tried)
             kept.add(found.lines.rows, found.seconds, found.entry)
             kept_pure.add(found.lines.rows, np.where(pure[worth], found.seconds, np.inf), found.entry)
         start, stop = stop, stop + BATCH
     return Best(kept.entries, kept_pure.entries)
 
 
-def _all_lines(problem: Problem, table: Table, num_orders: int, *, memory_counts: bool) -> Lines:
+def _all_lines(problem: Problem, table: Table, num_orders: int) -> Lines:
     """Every number of stages that divides a combination's units evenly, in the main orders and side by side, but for
     what memory has no room for by far."""
     given, units = problem.constraints, table.units
@@ -140,7 +139,7 @@ def _all_lines(problem: Problem, table: Table, num_orders: int, *, memory_counts
         if given.dp is not None:
             able &= units // stages == given.dp
         rows = np.flatnonzero(able)
-        if memory_counts:
+        if table.memory_counts:
             rows = rows[room_for(problem, table, rows, stages)]
         found += [(rows, order, stages) for order in range(num_orders if stages > 1 else 1)]
         if stages > 1:
@@ -198,10 +197,8 @@ class _Found:
         )
 
 
-def _cut(
-    problem: Problem, table: Table, lines: Lines, tried: Sequence[tuple[int, ...]], *, memory_counts: bool
-) -> _Found:
+def _cut(problem: Problem, table: Table, lines: Lines, tried: Sequence[tuple[int, ...]]) -> _Found:
     """The best cuts of all lines."""
     own = compositions(table, lines, tried)
-    cuts = cut_equally(problem, table, own, memory_counts=memory_counts)
+    cuts = cut_equally(problem, table, own)
     return _Found(table, lines, tried, cuts.layers, own.stages.first, cuts.seconds)

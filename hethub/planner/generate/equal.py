@@ -70,11 +70,11 @@ class Cuts(NamedTuple):
     seconds: np.ndarray
 
 
-def cut_equally(problem: Problem, table: Table, own: Arrangements, *, memory_counts: bool) -> Cuts:
+def cut_equally(problem: Problem, table: Table, own: Arrangements) -> Cuts:
     """The best layers of every stage."""
     total, stages = problem.model.layers, own.stages
     cuts = Cuts(np.zeros(len(stages.of), dtype=np.int64), np.full(len(own.rows), np.inf))
-    most = _most_layers(problem, table, own) if memory_counts else np.full(len(stages.of), float(total))
+    most = _most_layers(problem, table, own) if table.memory_counts else np.full(len(stages.of), float(total))
     able = stages.numbers <= total
     able &= np.minimum.reduceat(most, stages.first) >= 1
     able &= np.add.reduceat(most, stages.first) >= total

@@ -40,7 +40,6 @@ def propose(
     table: Table | None = None,
     limit_seconds: float = float("inf"),
     most_cells: int = MOST_CELLS,
-    memory_counts: bool = True,
 ) -> Iterator[Candidate]:
     """Partitions with free numbers of replicas, for combinations whose bound leaves room below the limit."""
     table = tabulate(problem, costs.unit_costs) if table is None else table
@@ -54,7 +53,8 @@ def propose(
             spent += 8 * max(depths, default=0) * problem.model.layers**2
             if bound >= limit_seconds or spent > most_cells:
                 return
-            partitioner = Partitioner(problem, costs.unit_costs, units, combination, memory_counts=memory_counts)
+            counts = table.memory_counts
+            partitioner = Partitioner(problem, costs.unit_costs, units, combination, memory_counts=counts)
             for partition in partitioner.partitions(depths, limit_seconds):
                 yield to_candidate(problem, partition.stages, units, combination)
 

@@ -52,7 +52,6 @@ def propose(
     *,
     table: Table | None = None,
     limit_seconds: float = float("inf"),
-    memory_counts: bool = True,
 ) -> Iterator[Candidate]:
     """Cuts of ordered partitions of few units, estimated: the partitions that can be fastest first, as long as these
     may be better than the limit and the estimates so far, until many were estimated."""
@@ -67,7 +66,7 @@ def propose(
             shortest = estimate
         return candidate
 
-    for some in _batches(_in_order(problem, table, memory_counts, lambda: shortest)):
+    for some in _batches(_in_order(problem, table, lambda: shortest)):
         balanced = {arrangement.make(arrangement.layers): arrangement for arrangement in some}
         costs.estimate(balanced)
         yield from map(noted, balanced)
@@ -84,9 +83,7 @@ def _batches(every: Iterator[_Arrangement]) -> Iterator[list[_Arrangement]]:
         yield some
 
 
-def _in_order(
-    problem: Problem, table: Table, memory_counts: bool, shortest: Callable[[], float]
-) -> Iterator[_Arrangement]:
+def _in_order(problem: Problem, table: Table, shortest: Callable[[], float]) -> Iterator[_Arrangement]:
     """All arrangements that may be better than `shortest()`, those of the fewest seconds first. No partition of a
     combination takes less than its bound, so those of the next need not be cut before."""
     queue: list[tuple[float, int, _Arrangement]] = []
@@ -96,13 +93,13 @@ def _in_order(
             yield heapq.heappop(queue)[2]
         if table.bound[row] >= shortest():
             break
-        for arrangement in _cut(problem, table, row, memory_counts, CUT_ERR * shortest()):
+        for arrangement in _cut(problem, table, row, CUT_ERR * shortest()):
             heapq.heappush(queue, (arrangement.seconds, next(number), arrangement))
     while queue and queue[0][0] < CUT_ERR * shortest():
         yield heapq.heappop(queue)[2]
 
 
-def _cut(problem: Problem, table: Table, row: int, memory_counts: bool, limit: float) -> Iterator[_Arrangement]:
+def _cut(problem: Problem, table: Table, row: int, limit: float) -> Iterator[_Arrangement]:
     """Every ordered partition of a combination that takes less than the limit, with its balanced cut."""
     combination, examples = table.combinations[row], table.examples[row]
     counts = tuple(table.counts[row, : len(examples)].tolist())
@@ -113,7 +110,7 @@ def _cut(problem: Problem, table: Table, row: int, memory_counts: bool, limit: f
     replicas = np.zeros((table.counts.shape[1], len(stages.of)), dtype=np.int64)
     replicas[: len(counts)] = np.concatenate(allowed).T
     own = Arrangements(np.full(len(allowed), row), stages, replicas)
-    cuts = cut_equally(problem, table, own, memory_counts=memory_counts)
+    cuts = cut_equally(problem, table, own)
     for index in np.nonzero(cuts.seconds < limit)[0].tolist():
         layers = tuple(cuts.layers[stages.first[index] : stages.last[index] + 1].tolist())
         yield _Arrangement(float(cuts.seconds[index]), layers, _maker(problem, combination, examples, allowed[index]))

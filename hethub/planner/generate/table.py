@@ -35,9 +35,7 @@ class Table:
     memory: Coefficients  # each [combination, sort, position]
     bound: np.ndarray  # [combination], seconds of perfect balance, which no plan of the combination beats
     through: np.ndarray  # [combination], seconds of one micro-batch through all layers on the fastest sort
-
-    def __len__(self) -> int:
-        return len(self.combinations)
+    memory_counts: bool = True  # else what is generated may need any
 
     @cached_property
     def units(self) -> np.ndarray:
@@ -52,6 +50,7 @@ class Table:
             combinations=tuple(self.combinations[row] for row in rows),
             examples=tuple(self.examples[row] for row in rows),
             memory=Coefficients(*(part[rows] for part in self.memory)),
+            memory_counts=self.memory_counts,
             **arrays,
         )
 

@@ -30,13 +30,14 @@ AT_ONCE, MOST_STARTS = 32, 64  # candidates estimated at once, and in all once o
 def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation | None:
     """The best plan found, or None where none fits. Every family's leaders are evaluated, but for those that are proved
     or by far estimated to be slower, so the answer is not worse than a family's."""
-    table, counts = tabulate(problem, incumbent.costs.unit_costs), not incumbent.evaluator.ignore_memory
-    best = best_cuts(problem, table, effort.cuts, memory_counts=counts)
+    counts = not incumbent.evaluator.ignore_memory
+    table = replace(tabulate(problem, incumbent.costs.unit_costs), memory_counts=counts)
+    best = best_cuts(problem, table, effort.cuts)
     families = _families_candidates(problem, incumbent, best)
     incumbent.evaluator.microbatches_left = effort.microbatches
     _evaluate_start(incumbent, families)
     cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
-    found = promising(problem, incumbent, effort, table, cuts, memory_counts=counts)
+    found = promising(problem, incumbent, effort, table, cuts)
     if incumbent.out_of_time:
         return incumbent.best
     apart = stages_by_device_type(problem, incumbent, effort, table, found)
@@ -52,7 +53,7 @@ def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation
     ends = descended(incumbent, moded, (effort.descents + 1) // 2, effort.behind)
     _evaluate_leaders(incumbent, [*ends, *moded], effort)
     if not incumbent.fitting:
-        few = best_cuts(problem, thriftiest(problem, table), FEW_CUTS, memory_counts=False).cuts
+        few = best_cuts(problem, thriftiest(problem, table), FEW_CUTS).cuts
         evaluate_all(incumbent, modes.thriftiest(problem, [entry.candidate(problem) for entry in few]))
     climb_leaders(incumbent, effort)
     for candidates in families.values():
@@ -157,7 +158,7 @@ def in_modes(
     """The best candidates, by estimate, among those found and the cuts that would be best with more memory, in every
     mode that they may take."""
     costs, allowed = incumbent.costs, {*problem.schedules}
-    larger = best_cuts(problem, table, effort.cuts, memory_counts=False).cuts
+    larger = best_cuts(problem, replace(table, memory_counts=False), effort.cuts).cuts
     every = [*found, *(entry.candidate(problem) for entry in larger)]
     cuts = {candidate.shape: candidate for candidate in reversed(every)}
     known = [own for own in found if costs.likely_fits(own) and (own.schedule or problem.schedule) in allowed]
@@ -170,26 +171,24 @@ def in_modes(
 
 
 def thriftiest(problem: Problem, table: Table) -> Table:
-    """The combinations that need the least memory, for where no cut fitted."""
+    """The combinations that need the least memory, for where no cut fitted; as much as they need."""
     least = (problem.recomputes[-1], problem.micro_batches[0])
     rows = [row for row, c in enumerate(table.combinations) if (c.recompute, c.micro_batches[0]) == least]
-    return table.only(rows)
+    return replace(table.only(rows), memory_counts=False)
 
 
 def promising(
-    problem: Problem, incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence[Entry], *, memory_counts: bool
+    problem: Problem, incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence[Entry]
 ) -> list[Candidate]:
     """The candidates with the smallest estimates, best first: equal cuts of all lines, then free ones where they can
     win."""
     costs, found = incumbent.costs, dict[Candidate, float]()
     _add_with_slacks(found, problem, incumbent, [entry.candidate(problem) for entry in cuts], effort.finalists)
     best = min(found.values(), default=float("inf"))
-    cut = small.propose(problem, costs, table=table, limit_seconds=best, memory_counts=memory_counts)
+    cut = small.propose(problem, costs, table=table, limit_seconds=best)
     found.update((candidate, costs.seconds(candidate)) for candidate in incumbent.while_in_time(cut))
     if problem.constraints.dp is None and not incumbent.out_of_time:
-        free = partition.propose(
-            problem, costs, table=table, limit_seconds=best, most_cells=effort.free_cells, memory_counts=memory_counts
-        )
+        free = partition.propose(problem, costs, table=table, limit_seconds=best, most_cells=effort.free_cells)
         _add_with_slacks(found, problem, incumbent, list(incumbent.while_in_time(free)), effort.finalists)
     ranked = sorted(found, key=found.__getitem__)
     shapes = {candidate.shape: candidate for candidate in reversed(ranked)}  # the best of every arrangement of units

@@ -1,5 +1,7 @@
 """Micro-batches of any size: even ones, and those that memory allows."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,6 +10,7 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import ONLY
 from hethub.planner.estimate.microbatch_sizes import even, fitted, resized
 from hethub.planner.generate import cuts
+from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from tests.planner.problems import TINY, cluster, incumbent_of, mixed
@@ -41,7 +44,8 @@ def test_candidates_over_memory_are_made_to_fit_with_the_largest_microbatches():
     incumbent = incumbent_of(problem)
     incumbent.evaluator.microbatches_left = 10**6
     found = 0
-    for candidate in cuts.propose(problem, incumbent.costs, number=60, memory_counts=False):
+    table = replace(tabulate(problem, incumbent.costs.unit_costs), memory_counts=False)
+    for candidate in cuts.propose(problem, incumbent.costs, table=table, number=60):
         if incumbent.costs.likely_fits(candidate) or (smaller := fitted(candidate, incumbent.costs)) is None:
             continue
         found += 1
