@@ -34,19 +34,9 @@ OVERLAP = 2.0  # times more or less, as two standard deviations
 EIGHTY = NormalDist().inv_cdf(0.9)  # standard deviations that the predictor's 80 % intervals reach to either side
 
 
-class Errors(NamedTuple):
-    """What the predictor may be off by: the part of their rate that links deliver at least, and standard deviations, in
-    logarithms, of a device type's speed and of the cost of overlap."""
-
-    least_links: float
-    compute: dict[str, float]
-    overlap: float
-
-
-def errors_of(problem: Problem) -> Errors:
-    """The errors of a question's figures. This is the one place that reads them: compute from the cross-validated
-    residuals of the predictor's table, more of device types that it was not fitted on, and less of those that were
-    measured."""
+def speed_errors(problem: Problem) -> dict[str, float]:
+    """What the predictor may be off by in each accelerator's speed: standard deviations in logarithms, from the
+    cross-validated residuals of its table, more of those that it was not fitted on, and less of those that were measured."""
     known, table = packaged(), packaged().interval
     precision = HETHUB.math_precision(problem.batch.precision)
     compute = {}
@@ -58,7 +48,7 @@ def errors_of(problem: Problem) -> Errors:
         elif not known.knows(name, precision):
             half = (half**2 + table["unseen accelerator"] ** 2) ** 0.5
         compute[name] = half / EIGHTY
-    return Errors(LEAST_LINKS, compute, 0.5 * log(OVERLAP))
+    return compute
 
 
 @dataclass(frozen=True)
@@ -131,11 +121,11 @@ class Outlooks:
 
     @cached_property
     def _scenarios(self) -> tuple[Scenario, ...]:
-        found = errors_of(self.problem)
-        names = sorted(found.compute)
-        links = [found.least_links + (1 - found.least_links) * quantile for quantile in _quantiles("links")]
-        speeds = [[NormalDist(0, found.compute[name]).inv_cdf(q) for q in _quantiles(name)] for name in names]
-        overlaps = [NormalDist(0, found.overlap).inv_cdf(quantile) for quantile in _quantiles("overlap")]
+        errors = speed_errors(self.problem)
+        names = sorted(errors)
+        links = [LEAST_LINKS + (1 - LEAST_LINKS) * quantile for quantile in _quantiles("links")]
+        speeds = [[NormalDist(0, errors[name]).inv_cdf(q) for q in _quantiles(name)] for name in names]
+        overlaps = [NormalDist(0, 0.5 * log(OVERLAP)).inv_cdf(quantile) for quantile in _quantiles("overlap")]
         return tuple(
             Scenario(scaled(self.problem.cluster, _links(link, names, own)), _with_overlap(exp(more)))
             for link, own, more in zip(links, zip(*speeds, strict=True), overlaps, strict=True)

@@ -9,7 +9,7 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.evaluate.processes import forked
-from hethub.planner.problem.problem import Batch, Problem
+from hethub.planner.problem.problem import Problem
 from hethub.planner.problem.scaled import Scale, scaled
 from hethub.planner.result import TWICE, Bottleneck
 from hethub.planner.search.effort import effort_for
@@ -44,9 +44,8 @@ def _relaxations(problem: Problem) -> dict[str, Problem]:
     if len(cluster.islands) > 1:
         scales["the bridge between islands"] = Scale(bridge=RELAXED)
     relaxed = {name: problem.on(scaled(cluster, scale)) for name, scale in scales.items()}
-    batch = problem.batch
     # Twice: a tenth more is seldom divisible by what the batch was chosen for.
-    larger = Batch(2 * batch.global_batch, batch.seq_len, batch.precision)
+    larger = problem.batch._replace(global_batch=2 * problem.batch.global_batch)
     return {**relaxed, TWICE: problem.on(cluster, larger)}
 
 
@@ -59,10 +58,8 @@ def _best_rate(candidates: list[Candidate], relaxed: Problem) -> float:
     for candidate in candidates:
         if candidate.plan is None or candidate.plan.global_batch == relaxed.batch.global_batch:
             incumbent.consider(candidate)
-    if incumbent.best is None:  # microbatches in flight are chosen anew, and may then be more than memory holds
-        return 0.0
     for leader in movable(incumbent)[:1]:
         incumbent.consider(descend(incumbent, leader.candidate, set()))
         climb(leader, incumbent, effort, set())
-    found = min(incumbent.fitting.values(), key=lambda evaluation: evaluation.seconds)
-    return found.prediction.tokens_per_second
+    # Microbatches in flight are chosen anew, and may then be more than memory holds.
+    return incumbent.best.prediction.tokens_per_second if incumbent.best else 0.0

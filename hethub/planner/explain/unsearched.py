@@ -46,12 +46,11 @@ def not_searched(problem: Problem) -> tuple[Unsearched, ...]:
 
 def _beyond(capable: Capabilities) -> Iterator[Unsearched]:
     """What the plan format knows and the table of capabilities does not allow."""
-    for name in get_args(ScheduleName):
-        if name not in capable.schedules:
-            yield Unsearched(f"schedule.{name}", f"schedule {name}: not searched")
-    for level in range(4):
-        if level not in capable.zero:
-            yield Unsearched(f"zero.{level}", f"ZeRO {level}: not searched")
-    for kind in get_args(Offload):
-        if kind not in capable.offload:
-            yield Unsearched(f"offload.{kind}", f"offload of {kind}: not searched")
+    for key, words, known, able in (
+        ("schedule", "schedule", get_args(ScheduleName), capable.schedules),
+        ("zero", "ZeRO", range(4), capable.zero),
+        ("offload", "offload of", get_args(Offload), capable.offload),
+    ):
+        for name in known:
+            if name not in able:
+                yield Unsearched(f"{key}.{name}", f"{words} {name}: not searched")

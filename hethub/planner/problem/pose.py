@@ -2,7 +2,6 @@
 pairs."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from hethub.planner.problem.problem import Batch, Problem, collapse
 from hethub.predictor.cost.profile import ProfileSpec
@@ -60,11 +59,7 @@ def _check_precision(problem: Problem) -> None:
             )
 
 
-class Contradiction(NamedTuple):
-    """Two things of which no plan can keep both."""
-
-    one: str
-    other: str
+Contradiction = tuple[str, str]  # two things of which no plan can keep both
 
 
 def check_constraints(problem: Problem) -> None:
@@ -75,8 +70,8 @@ def check_constraints(problem: Problem) -> None:
     _check_listed("zero", given.zero, capable.zero)
     _check_forbidden_names(problem)
     for checks in (_of_degrees, _of_products, _of_batches, _of_modes):
-        for found in checks(problem):
-            raise BadInput(f"constraints: {found.one} contradicts {found.other}; change one of them.")
+        for one, other in checks(problem):
+            raise BadInput(f"constraints: {one} contradicts {other}; change one of them.")
 
 
 def _check_listed(key: str, value: object, known: Sequence[object]) -> None:
@@ -103,48 +98,49 @@ def _of_degrees(problem: Problem) -> Iterator[Contradiction]:
     given, batch = problem.constraints, problem.batch.global_batch
     if given.tp and given.tp not in problem.degrees:
         listed = ", ".join(map(str, problem.degrees))
-        yield Contradiction(
-            f"tp: {given.tp}", f"the degrees that the heads of '{problem.model.name}' and the machines allow ({listed})"
+        yield (
+            f"tp: {given.tp}",
+            f"the degrees that the heads of '{problem.model.name}' and the machines allow ({listed})",
         )
     for device_type in problem.device_types if given.tp else ():
         for machine in device_type.machines:
             if given.tp and len(machine) % given.tp:
                 node = problem.cluster.places[machine[0]].node.name
-                yield Contradiction(f"tp: {given.tp}", f"the {len(machine)} accelerators of node '{node}'")
+                yield (f"tp: {given.tp}", f"the {len(machine)} accelerators of node '{node}'")
     if given.pp and given.pp > problem.model.layers:
-        yield Contradiction(f"pp: {given.pp}", f"the {problem.model.layers} layers of model '{problem.model.name}'")
+        yield (f"pp: {given.pp}", f"the {problem.model.layers} layers of model '{problem.model.name}'")
     if given.pp and given.pp > problem.size:
-        yield Contradiction(f"pp: {given.pp}", _all_of(problem))
+        yield (f"pp: {given.pp}", _all_of(problem))
     if given.dp and given.dp > batch:
-        yield Contradiction(f"dp: {given.dp}", f"global_batch {batch}: every replica needs a sample")
+        yield (f"dp: {given.dp}", f"global_batch {batch}: every replica needs a sample")
 
 
 def _of_products(problem: Problem) -> Iterator[Contradiction]:
     """Degrees together against the accelerators, all of which a plan uses."""
     given, size = problem.constraints, problem.size
     if given.tp and given.pp and given.dp and given.tp * given.pp * given.dp != size:
-        yield Contradiction(f"tp: {given.tp} with pp: {given.pp} and dp: {given.dp}", _all_of(problem))
+        yield (f"tp: {given.tp} with pp: {given.pp} and dp: {given.dp}", _all_of(problem))
     if given.pp and given.dp and given.pp * given.dp > size:
-        yield Contradiction(f"pp: {given.pp} with dp: {given.dp}", _all_of(problem))
+        yield (f"pp: {given.pp} with dp: {given.dp}", _all_of(problem))
     if given.tp and given.pp and given.tp * given.pp > size:
-        yield Contradiction(f"tp: {given.tp} with pp: {given.pp}", _all_of(problem))
+        yield (f"tp: {given.tp} with pp: {given.pp}", _all_of(problem))
     if given.tp and given.dp and size % (given.tp * given.dp):
-        yield Contradiction(f"tp: {given.tp} with dp: {given.dp}", _all_of(problem))
+        yield (f"tp: {given.tp} with dp: {given.dp}", _all_of(problem))
 
 
 def _of_batches(problem: Problem) -> Iterator[Contradiction]:
     given, batch = problem.constraints, problem.batch.global_batch
     if given.micro_batch and given.max_micro_batch and given.micro_batch > given.max_micro_batch:
-        yield Contradiction(f"micro_batch: {given.micro_batch}", f"max_micro_batch: {given.max_micro_batch}")
+        yield (f"micro_batch: {given.micro_batch}", f"max_micro_batch: {given.max_micro_batch}")
     if given.micro_batch and given.micro_batch > batch:
-        yield Contradiction(f"micro_batch: {given.micro_batch}", f"global_batch {batch}")
+        yield (f"micro_batch: {given.micro_batch}", f"global_batch {batch}")
     if given.micro_batch and given.dp and given.dp * given.micro_batch > batch:
-        yield Contradiction(f"micro_batch: {given.micro_batch} with dp: {given.dp}", f"global_batch {batch}")
+        yield (f"micro_batch: {given.micro_batch} with dp: {given.dp}", f"global_batch {batch}")
     least = _least_replicas(problem)
     if least * (given.micro_batch or 1) > batch:
         fixed = [f"{key}: {value}" for key in ("tp", "pp", "micro_batch") if (value := getattr(given, key))]
         among = f" with {' and '.join(fixed)}" if fixed else ""
-        yield Contradiction(
+        yield (
             f"the {problem.size} accelerators of cluster '{problem.cluster.name}'{among}",
             f"global_batch {batch}: some stage has at least {least} replicas, of which each needs "
             f"{given.micro_batch or 1} samples",
@@ -166,14 +162,14 @@ def _of_modes(problem: Problem) -> Iterator[Contradiction]:
     """Schedule, recompute and ZeRO, and which device types may not meet."""
     given, islands = problem.constraints, len(problem.cluster.islands)
     if given.schedule == "zero_bubble" and given.recompute == "full":
-        yield Contradiction("schedule: zero_bubble", "recompute: full, which leaves no weights' gradients to put off")
+        yield ("schedule: zero_bubble", "recompute: full, which leaves no weights' gradients to put off")
     if given.zero == 0 and given.pp and given.pp < islands:
-        yield Contradiction(
+        yield (
             f"zero: 0 with pp: {given.pp}",
             f"the {islands} islands of cluster '{problem.cluster.name}': a stage over several needs zero: 1",
         )
     if given.pp == 1 and problem.forbidden:
-        yield Contradiction("pp: 1", "forbid, two of whose accelerators would share the only stage")
+        yield ("pp: 1", "forbid, two of whose accelerators would share the only stage")
 
 
 def _all_of(problem: Problem) -> str:

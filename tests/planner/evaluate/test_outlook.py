@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hethub.planner import plan
-from hethub.planner.evaluate.outlook import SCENARIOS, Outlooks, _quantiles, errors_of
+from hethub.planner.evaluate.outlook import SCENARIOS, Outlooks, _quantiles, speed_errors
 from hethub.planner.generate.families import FAMILIES
 from hethub.planner.plan import answer
 from hethub.planner.problem.pose import pose
@@ -44,7 +44,7 @@ def test_unfitted_device_types_may_be_off_by_more() -> None:
         {"name": "b", "accelerator": "MI300X", "accelerators": 2, "nics": 1, "gbps_per_nic": 100},
     ]}  # fmt: skip
     problem = pose(TINY, ClusterSpec.model_validate(cluster), Batch(16, 64, "bf16"))
-    compute = errors_of(problem).compute
+    compute = speed_errors(problem)
     assert 0 < compute["A100-SXM4-80GB"] < compute["MI300X"]
 
 

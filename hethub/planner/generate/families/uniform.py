@@ -1,7 +1,7 @@
 """`uniform`: the base line. One TP, DP and PP degree, even layers, even samples, ranks in the cluster's order."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
 from hethub.planner.estimate.cost_model import CostModel
@@ -27,11 +27,6 @@ def units_in_order(problem: Problem, tp: int) -> list[Unit]:
     return sorted(units, key=lambda unit: unit.ranks)
 
 
-def sorts_of(units: Iterable[Unit]) -> Counter[tuple[int, int]]:
-    """How many of the units are of each device type and TP degree."""
-    return Counter([(unit.device_type, unit.tp) for unit in units])
-
-
 def groups_of(problem: Problem, sorts: Mapping[tuple[int, int], int], micro_batch: int) -> tuple[ReplicaGroup, ...]:
     """Counted units as a stage's replicas, all with one micro-batch, or what their device type measured to fit."""
     return merged(
@@ -50,7 +45,8 @@ def allowed(problem: Problem, stages: int, replicas: int) -> bool:
 def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Candidate]:
     replicas = len(units) // stages
     sizes = [part.size for part in split(problem.model.layers, stages)]
-    sorts = [tuple(sorts_of(units[i * replicas : (i + 1) * replicas]).items()) for i in range(stages)]
+    each = [(unit.device_type, unit.tp) for unit in units]
+    sorts = [tuple(Counter(each[i * replicas : (i + 1) * replicas]).items()) for i in range(stages)]
     unlike = list(zip(sizes, sorts, strict=True))
     for micro_batch in problem.micro_batches:
         fits = all(
