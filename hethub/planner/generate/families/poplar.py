@@ -6,7 +6,7 @@ largest batch that it ends within the step's time; that time is searched. State 
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from heapq import nsmallest
 from itertools import accumulate
@@ -120,23 +120,6 @@ def _shared_steps(
     return set(_every_step(problem, unit_costs, recompute, zero, [top or 1 for top in tops])) if all(tops) else set()
 
 
-class _Ends(NamedTuple):
-    """When microbatches of all sizes end, ascending, and the largest that has ended by then."""
-
-    seconds: list[float]
-    largest: list[int]
-
-    @staticmethod
-    def of(curve: Mapping[int, float]) -> "_Ends":
-        ordered = sorted((seconds, size) for size, seconds in curve.items())
-        return _Ends([seconds for seconds, _ in ordered], list(accumulate((size for _, size in ordered), max)))
-
-    def within(self, seconds: float) -> int:
-        """The largest microbatch that ends within `seconds`; 0 where none does."""
-        ended = bisect_right(self.seconds, seconds)
-        return self.largest[ended - 1] if ended else 0
-
-
 def _every_step(
     problem: Problem, unit_costs: UnitCosts, recompute: Recompute, zero: int, tops: Sequence[int]
 ) -> list[_Steps]:
@@ -149,7 +132,10 @@ def _every_step(
         }
         for k, top in enumerate(tops)
     ]
-    ends = [_Ends.of(curve) for curve in curves]
+    # When microbatches of all sizes end, ascending, and the largest that has ended by then.
+    ordered = [sorted((seconds, size) for size, seconds in curve.items()) for curve in curves]
+    ends = [[seconds for seconds, _ in own] for own in ordered]
+    largest = [[0, *accumulate((size for _, size in own), max)] for own in ordered]
     beside = meeting_seconds(problem, unit_costs, zero)
 
     def shown(computing: float) -> float:
@@ -158,7 +144,7 @@ def _every_step(
 
     found = []
     for seconds in {t for curve in curves for b, t in curve.items() if fixed in (None, b)}:
-        batches = [ended.within(seconds) for ended in ends]
+        batches = [own[bisect_right(end, seconds)] for own, end in zip(largest, ends, strict=True)]
         if 0 not in batches and (fixed is None or set(batches) == {fixed}):
             microstep = sum(b * device_type.size for b, device_type in zip(batches, problem.device_types, strict=True))
             count = -(-total // microstep)

@@ -2,7 +2,8 @@
 group, layers in proportion to its speed, no TP, unlike accelerators of a stage with samples in proportion to speed."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 
 import numpy as np
 
@@ -23,14 +24,11 @@ def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
         return
     nodes = _nodes(problem)
     weights = _bandwidths(problem, costs.unit_costs, nodes)
-    parts = [list(range(len(nodes)))]
-    known: dict[tuple[int, ...], Cut] = {}
-    counted: dict[tuple[int, ...], Sort] = {}
+    cut = cache(lambda part: _minimum_cut(weights[np.ix_(part, part)]))
+    count = cache(partial(_count, nodes))
+    parts: list[Part] = [tuple(range(len(nodes)))]
     while len(parts) <= min(len(nodes), problem.model.layers):
-        for part in parts:
-            if tuple(part) not in counted:
-                counted[tuple(part)] = _count(nodes, part)
-        sorts = _by_memory(problem, [counted[tuple(part)] for part in parts])
+        sorts = _by_memory(problem, list(map(count, parts)))
         if allowed(problem, len(parts), sum(number for _, number in sorts[0])):
             for micro_batch in problem.micro_batches:
                 groups = {
@@ -41,13 +39,15 @@ def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
                     yield _candidate(problem, costs.unit_costs, [(own, groups[own]) for own in sorts], recompute)
         if len(parts) == len(nodes):
             return
-        parts = _split_once(parts, weights, known)
+        parts = _split_once(parts, cut)
 
 
+Part = tuple[int, ...]  # a group of the graph's nodes
 Sort = tuple[tuple[int, int], ...]  # a group's accelerators: (device type, how many)
+Cut = tuple[float, list[int]]  # its weight and one side
 
 
-def _count(nodes: list[list[Unit]], part: list[int]) -> Sort:
+def _count(nodes: list[list[Unit]], part: Part) -> Sort:
     own: Counter[int] = Counter()
     for node in sorted(part):
         own[nodes[node][0].device_type] += len(nodes[node])
@@ -103,19 +103,12 @@ def _bandwidths(problem: Problem, unit_costs: UnitCosts, nodes: list[list[Unit]]
     return weights
 
 
-Cut = tuple[float, list[int]]  # its weight and one side
-
-
-def _split_once(parts: list[list[int]], weights: np.ndarray, known: dict[tuple[int, ...], Cut]) -> list[list[int]]:
-    """The groups with one of them split by the lightest of all their minimum cuts (the greedy SPLIT), which `known`
-    keeps."""
-    for part in parts:
-        if len(part) > 1 and tuple(part) not in known:
-            known[tuple(part)] = _minimum_cut(weights[np.ix_(part, part)])
-    cuts = [(*known[tuple(part)], index) for index, part in enumerate(parts) if len(part) > 1]
+def _split_once(parts: list[Part], cut: Callable[[Part], Cut]) -> list[Part]:
+    """The groups with one of them split by the lightest of all their minimum cuts (the greedy SPLIT)."""
+    cuts = [(*cut(part), index) for index, part in enumerate(parts) if len(part) > 1]
     _, side, index = min(cuts, key=lambda cut: (cut[0], cut[2]))
-    chosen = [parts[index][i] for i in side]
-    rest = [node for node in parts[index] if node not in set(chosen)]
+    chosen = tuple([parts[index][i] for i in side])
+    rest = tuple([node for node in parts[index] if node not in set(chosen)])
     return sorted([*parts[:index], chosen, rest, *parts[index + 1 :]], key=min)
 
 
