@@ -9,10 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, to_candidate
-from hethub.planner.candidate.settings import Line, orders
 from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.generate.equal import Arrangements, Stages, cut_equally, room_for
-from hethub.planner.generate.table import Table, tabulate
+from hethub.planner.generate.table import Line, Table, orders, tabulate
 from hethub.planner.problem.problem import Combination, Problem
 
 PER_COMBINATION = 3  # cuts kept of one combination, so that the finalists differ

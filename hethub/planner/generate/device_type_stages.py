@@ -12,10 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage
-from hethub.planner.candidate.settings import orders
 from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.generate.stage_layouts import DeviceTypeLayouts, Ends, Goals
-from hethub.planner.generate.table import Table, tabulate
+from hethub.planner.generate.table import Table, orders, tabulate
 from hethub.planner.problem.problem import Problem
 
 DEADLINES = (1.02, 1.06, 1.12, 1.2, 1.32, 1.5)  # times perfect balance

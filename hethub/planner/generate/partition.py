@@ -13,12 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, to_candidate
-from hethub.planner.candidate.settings import Line, orders
 from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.memory_model import position
 from hethub.planner.generate.small import MOST_UNITS
-from hethub.planner.generate.table import Table, tabulate
+from hethub.planner.generate.table import Line, Table, orders, tabulate
 from hethub.planner.problem.problem import Combination, Problem, Unit
 
 MOST_STAGES = 16

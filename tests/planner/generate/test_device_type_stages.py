@@ -8,12 +8,11 @@ import pytest
 
 from hethub.planner import plan
 from hethub.planner.candidate.candidate import Candidate
-from hethub.planner.candidate.settings import orders
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate import device_type_stages
 from hethub.planner.generate.device_type_stages import TaskGraph
 from hethub.planner.generate.stage_layouts import DeviceTypeLayouts, Goals
-from hethub.planner.generate.table import tabulate
+from hethub.planner.generate.table import orders, tabulate
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.spec.cluster import ClusterSpec

@@ -5,12 +5,11 @@ from itertools import combinations, pairwise, product
 
 import pytest
 
-from hethub.planner.candidate.settings import Line
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.generate.cuts import best_cuts
 from hethub.planner.generate.partition import DEADLINES, Partitioner
 from hethub.planner.generate.small import ordered_partitions
-from hethub.planner.generate.table import tabulate
+from hethub.planner.generate.table import Line, tabulate
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Combination
 from hethub.spec.job import ConstraintsSpec

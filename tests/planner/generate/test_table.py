@@ -2,7 +2,7 @@
 
 import math
 
-from hethub.planner.candidate.settings import MOST_DEGREES, degree_choices, degrees_by_device_type, micro_batch_choices
+from hethub.planner.generate.table import MOST_DEGREES, degree_choices, degrees_by_device_type, micro_batch_choices
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from tests.oracle.question import MODEL, random_cluster
