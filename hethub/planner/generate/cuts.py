@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, to_candidate
-from hethub.planner.estimate.cost_model import CostModel
+from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.equal import Arrangements, Stages, cut_equally, room_for
 from hethub.planner.generate.table import Line, Table, orders, tabulate
 from hethub.planner.problem.problem import Combination, Problem
@@ -88,7 +88,7 @@ class _Kept:
 
 def propose(
     problem: Problem,
-    costs: CostModel,
+    costs: Estimator,
     *,
     table: Table | None = None,
     number: int = PROPOSED,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage
-from hethub.planner.estimate.cost_model import CostModel
+from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.stage_layouts import DeviceTypeLayouts, Ends, Goals
 from hethub.planner.generate.table import Table, orders, tabulate
 from hethub.planner.problem.problem import Problem
@@ -26,7 +26,7 @@ DeviceTypes = frozenset[int]
 
 
 def propose(
-    problem: Problem, costs: CostModel, *, table: Table | None = None, limit_seconds: float = float("inf")
+    problem: Problem, costs: Estimator, *, table: Table | None = None, limit_seconds: float = float("inf")
 ) -> list[Candidate]:
     """Plans that meet goals, the promising ones first; no deadline is beyond the limit."""
     table = tabulate(problem, costs.unit_costs) if table is None else table

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, to_candidate
-from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import position
 from hethub.planner.generate.small import MOST_UNITS
 from hethub.planner.generate.table import Line, Table, orders, tabulate
@@ -34,7 +34,7 @@ class Partition:
 
 def propose(
     problem: Problem,
-    costs: CostModel,
+    costs: Estimator,
     *,
     table: Table | None = None,
     limit_seconds: float = float("inf"),

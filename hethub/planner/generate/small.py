@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, to_candidate
-from hethub.planner.estimate.cost_model import CostModel
+from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.equal import Arrangements, Stages, cut_equally
 from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Combination, Problem, Unit
@@ -48,7 +48,7 @@ class _Arrangement(NamedTuple):
 
 def propose(
     problem: Problem,
-    costs: CostModel,
+    costs: Estimator,
     *,
     table: Table | None = None,
     limit_seconds: float = float("inf"),
@@ -127,7 +127,7 @@ def _maker(
     return cache(lambda layers: to_candidate(problem, list(zip(layers, sizes, strict=True)), units, combination))
 
 
-def _downhill(layers: Layers, make: Callable[[Layers], Candidate], costs: CostModel) -> Iterator[Candidate]:
+def _downhill(layers: Layers, make: Callable[[Layers], Candidate], costs: Estimator) -> Iterator[Candidate]:
     """The cuts with one layer moved, then those around the best of them while estimates fall: fill, drain and samples
     that cannot be divided count as well as balance."""
     seen = {layers: costs.seconds(make(layers))}

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
-from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import rank_parameters
+from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import FIRST, LAST, MIDDLE
 from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import Problem
@@ -71,7 +71,7 @@ class Table(NamedTuple):
 class DeviceTypeLayouts:
     """The ways of one device type."""
 
-    def __init__(self, problem: Problem, costs: CostModel, device_type: int, goals: Goals) -> None:
+    def __init__(self, problem: Problem, costs: Estimator, device_type: int, goals: Goals) -> None:
         self.problem, self.costs, self.device_type, self.goals = problem, costs, device_type, goals
         self.depth = min(MOST_STAGES, problem.model.layers)
 

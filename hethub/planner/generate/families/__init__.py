@@ -5,39 +5,28 @@ May import: spec, predictor, planner.
 """
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from hethub.planner.candidate.candidate import Candidate
-from hethub.planner.estimate.cost_model import CostModel
+from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.families import cephalo, hethub, ministages, poplar, uniform, zorse
 from hethub.planner.problem.problem import Problem
 
-Propose = Callable[[Problem, CostModel], Iterable[Candidate]]
 
-
-class ProposeWhole(Protocol):
-    """As `Propose`, for plans that are evaluated as they stand. Each takes the predictor's memory to make, so none is
-    made that is proved to take `limit_seconds`."""
-
-    def __call__(
-        self, problem: Problem, costs: CostModel, *, limit_seconds: float = float("inf")
-    ) -> Iterable[Candidate]: ...
-
-
-def _none(problem: Problem, costs: CostModel, *, limit_seconds: float = float("inf")) -> Iterable[Candidate]:
+def _none(problem: Problem, costs: Estimator, *, limit_seconds: float = float("inf")) -> Iterable[Candidate]:
     return ()
 
 
 class Family(NamedTuple):
-    """A system's plans: candidates that the search may move about, and whole plans with its own schedule, rounds or
-    offloading. `ranked`: the latter come in the order of the system's own estimate."""
+    """A system's plans for a problem and costs: candidates that the search may move about, and whole plans with its own
+    schedule, rounds or offloading, which are evaluated as they stand. Each of these takes the predictor's memory to make, so
+    none is made that is proved to take `limit_seconds`. `ranked`: they come in the order of the system's own estimate.
+    `are_pure_cuts`: the former are the best cuts of one device type a stage, which a search makes anyway."""
 
-    propose: Propose = _none
-    propose_whole: ProposeWhole = _none
+    propose: Callable[[Problem, Estimator], Iterable[Candidate]] = _none
+    propose_whole: Callable[..., Iterable[Candidate]] = _none
     ranked: bool = False
-    are_pure_cuts: bool = (
-        False  # what it proposes are the best cuts of one device type a stage, which a search makes anyway
-    )
+    are_pure_cuts: bool = False
 
 
 FAMILIES: dict[str, Family] = {

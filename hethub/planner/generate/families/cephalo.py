@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hethub.planner.candidate import samples as division
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
-from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.families.uniform import allowed
 from hethub.planner.generate.families.whole import (
     WholeStage,
@@ -31,7 +31,7 @@ ATTEMPTS = 12  # at samples that leave every rank room
 ROUNDING = 0.985
 
 
-def propose_whole(problem: Problem, costs: CostModel, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:
+def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:
     """A candidate per recompute and offload, with the largest micro-batches whose state can be cut so that all fit;
     none that would compute as long as the limit."""
     zero, unit_costs = max(problem.zeros), costs.unit_costs

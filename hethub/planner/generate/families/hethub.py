@@ -4,13 +4,13 @@ layers."""
 from collections.abc import Iterator
 
 from hethub.planner.candidate.candidate import Candidate
-from hethub.planner.estimate.cost_model import CostModel
+from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.cuts import best_cuts
 from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.problem import Problem
 
 
-def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
+def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
     """The best cuts over orders of device types, TP degrees and DP degrees whose stages hold one device type each."""
     for entry in best_cuts(problem, tabulate(problem, costs.unit_costs), 1).pure:
         yield entry.candidate(problem)

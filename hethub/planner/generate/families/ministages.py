@@ -12,8 +12,8 @@ from typing import NamedTuple
 from hethub.planner.candidate import samples as division
 from hethub.planner.candidate.candidate import Candidate, ReplicaGroup, assign_units
 from hethub.planner.candidate.materialize import chunked
-from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import MIDDLE
 from hethub.planner.generate.families import zorse
 from hethub.planner.generate.families.whole import WholeStage, Worker, candidate_of, fits
@@ -37,7 +37,7 @@ OFFLOADS: dict[Recompute, tuple[tuple[Offload, ...], ...]] = {
 }
 
 
-def propose_whole(problem: Problem, costs: CostModel, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:
+def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:
     """Zorse's candidates with their stages in chunks, those first that by a rough estimate take least; of those that
     fit, offloaded as far as memory asks for it; none that must take as long as the limit or is estimated far beyond
     it."""
@@ -87,7 +87,7 @@ class _Pace(NamedTuple):
 class _Paces:
     """Rough estimates of candidates in chunks, by what their stages' layers take."""
 
-    def __init__(self, problem: Problem, costs: CostModel) -> None:
+    def __init__(self, problem: Problem, costs: Estimator) -> None:
         self._problem, self._costs, self._unit_costs = problem, costs, costs.unit_costs
 
     def seconds(self, candidate: Candidate, chunks: int) -> float:
@@ -138,12 +138,12 @@ class _Paces:
         return network.reduce_scatter(group, problem.model.layer_parameters * sum(_widths(self._unit_costs)))
 
 
-def _able(problem: Problem, costs: CostModel, candidate: Candidate) -> Iterator[int]:
+def _able(problem: Problem, costs: Estimator, candidate: Candidate) -> Iterator[int]:
     """Numbers of chunks with which the candidate may fit, from the largest down: fewer are larger."""
     return takewhile(lambda chunks: _may_fit(problem, costs, candidate, chunks), range(_most_chunks(candidate), 1, -1))
 
 
-def _may_fit(problem: Problem, costs: CostModel, candidate: Candidate, chunks: int) -> bool:
+def _may_fit(problem: Problem, costs: Estimator, candidate: Candidate, chunks: int) -> bool:
     """Whether every rank has room, whatever is offloaded, for weights and gradients of the largest chunk and the
     gradients of a layer above; and, where what layers keep stays, for that beside the topmost chunk when a first
     microbatch is through."""

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
 from hethub.planner.candidate.samples import largest_able
-from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import ONLY
 from hethub.planner.estimate.memory_probes import probe_for
 from hethub.planner.generate.families.uniform import allowed
@@ -36,7 +36,7 @@ from hethub.spec.ranges import split_by_shares
 EVALUATED = 3  # micro-step times that the predictor evaluates
 
 
-def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
+def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
     """A candidate per recompute at ZeRO-0 and 1, where every accelerator can hold the model."""
     if not _is_allowed(problem):
         return
@@ -51,7 +51,7 @@ def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
                 yield Candidate((CandidateStage(problem.model.layers, merged(groups), recompute, zero),))
 
 
-def propose_whole(problem: Problem, costs: CostModel, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:
+def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:
     """The plans of the best micro-step times over recompute and ZeRO-2 and 3, where they can take less than the
     limit."""
     if not _is_allowed(problem) or problem.size == 1:

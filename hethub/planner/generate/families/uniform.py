@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
-from hethub.planner.estimate.cost_model import CostModel
+from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.ranges import split
 
 
-def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
+def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
     """Every even division of the cluster."""
     degrees = [problem.constraints.tp] if problem.constraints.tp else problem.degrees
     for tp in degrees:

@@ -8,8 +8,8 @@ from functools import cache, partial
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
-from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.families.uniform import allowed, groups_of, units_in_order
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Recompute
@@ -18,7 +18,7 @@ from hethub.spec.ranges import split_by_shares
 MOST_NODES = 48  # of the graph: with more machines, neighbours of one device type are one node
 
 
-def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
+def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
     """A candidate per number of groups of machines, micro-batch and recompute."""
     if problem.constraints.tp not in (None, 1):
         return
