@@ -40,12 +40,10 @@ MOST_HELD = max(load.held for load in LOADS)
 FEW, MANY = 2, len(LOADS)  # replicas of a probe, which share its state
 ALL_STAGES = (3, 1)  # of probes: the first, a middle and the last of three, and one alone
 
-ON_CPU = AcceleratorSpec(
-    name="probe", vendor="cpu", memory_gb=1, memory_gbytes_per_second=1, fp32_tflops=1, link_gbytes_per_second=1
-)
 PROBE = AcceleratorSpec(
     name="probe", vendor="probe", memory_gb=1, memory_gbytes_per_second=1, fp32_tflops=1, link_gbytes_per_second=1
 )
+ON_CPU = PROBE.replace(vendor="cpu")
 
 
 def probe_for(accelerator: AcceleratorSpec) -> AcceleratorSpec:

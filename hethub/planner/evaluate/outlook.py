@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from hethub.planner.evaluate.layouts import layout_of
 from hethub.planner.evaluate.processes import at_once
+from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import Problem
 from hethub.planner.problem.scaled import Scale, scaled
 from hethub.predictor.cost.constants import Constants, packaged
@@ -94,10 +95,10 @@ class Outlooks:
         return at_once(self._middle_seconds, plans, self.processes)
 
     def _middle_seconds(self, plan: PlanSpec) -> float:
-        return self._seconds(Wirings(self._layout(plan)), self._middle)
+        return self._seconds(Wirings(self._layout(plan)), self._with_links((1 + LEAST_LINKS) / 2))
 
     def _look(self, plan: PlanSpec) -> Outlook:
-        wirings, asked = Wirings(self._layout(plan)), (*self._scenarios, self._slow_links)
+        wirings, asked = Wirings(self._layout(plan)), (*self._scenarios, self._with_links(LEAST_LINKS))
         *each, at_60_percent = at_once(partial(self._seconds, wirings), asked, self.processes)
         tenths = quantiles(each, n=10, method="inclusive")
         return Outlook(fmean(each), tenths[0], tenths[-1], at_60_percent)
@@ -111,13 +112,10 @@ class Outlooks:
         costs = PlanCosts(own, self.problem.software, scenario.constants, self.problem.profile)
         return step_times(own, costs, wirings=wirings).seconds
 
-    @cached_property
-    def _slow_links(self) -> Scenario:
-        return Scenario(scaled(self.problem.cluster, _links(LEAST_LINKS)), packaged())
-
-    @cached_property
-    def _middle(self) -> Scenario:
-        return Scenario(scaled(self.problem.cluster, _links((1 + LEAST_LINKS) / 2)), packaged())
+    @memoized
+    def _with_links(self, part: float) -> Scenario:
+        """Links at a part of their rate, and all else as predicted."""
+        return Scenario(scaled(self.problem.cluster, _links(part)), packaged())
 
     @cached_property
     def _scenarios(self) -> tuple[Scenario, ...]:

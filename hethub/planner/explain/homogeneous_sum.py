@@ -3,7 +3,6 @@ alone in its best plan."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
@@ -58,11 +57,7 @@ def makers_alone_tokens_per_second(alone: Alone) -> float | None:
     return sum(part.tokens_per_second for part in alone) if alone else None
 
 
-class _Part(NamedTuple):
-    """One device type of the whole problem, and the problem on it alone."""
-
-    device_type: DeviceType
-    problem: Problem
+_Part = tuple[DeviceType, Problem]  # one device type of the whole problem, and the problem on it alone
 
 
 def _parts(problem: Problem, costs: UnitCosts) -> list[_Part] | None:
@@ -75,7 +70,7 @@ def _parts(problem: Problem, costs: UnitCosts) -> list[_Part] | None:
             return None
         alone = problem.of_device_types([index])
         own = alone.on(alone.cluster, problem.batch._replace(global_batch=samples))
-        found.append(_Part(device_type, own))
+        found.append((device_type, own))
     return found
 
 

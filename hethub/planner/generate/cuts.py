@@ -118,7 +118,10 @@ def best_cuts(problem: Problem, table: Table, number: int) -> Best:
         pure = _is_pure(table, lines.at(own))
         worth = least[own] < np.where(pure, max(kept.limit, kept_pure.limit), kept.limit)
         if worth.any():
-            found = _cut(problem, table, lines.at(own[worth]), tried)
+            some = lines.at(own[worth])
+            arranged = compositions(table, some, tried)
+            cuts = cut_equally(problem, table, arranged)
+            found = _Found(table, some, tried, cuts.layers, arranged.stages.first, cuts.seconds)
             kept.add(found.lines.rows, found.seconds, found.entry)
             kept_pure.add(found.lines.rows, np.where(pure[worth], found.seconds, np.inf), found.entry)
         start, stop = stop, stop + BATCH
@@ -194,10 +197,3 @@ class _Found:
             line=Line(device_types, int(self.table.units[row]) // stages, beside),
             layers=tuple(self.layers[self.first[index] :][:stages].tolist()),
         )
-
-
-def _cut(problem: Problem, table: Table, lines: Lines, tried: Sequence[tuple[int, ...]]) -> _Found:
-    """The best cuts of all lines."""
-    own = compositions(table, lines, tried)
-    cuts = cut_equally(problem, table, own)
-    return _Found(table, lines, tried, cuts.layers, own.stages.first, cuts.seconds)

@@ -66,7 +66,8 @@ def propose(
             shortest = estimate
         return candidate
 
-    for some in _batches(_in_order(problem, table, lambda: shortest)):
+    arrangements = _in_order(problem, table, lambda: shortest)
+    while some := list(islice(arrangements, AT_ONCE)):
         balanced = {arrangement.make(arrangement.layers): arrangement for arrangement in some}
         costs.estimate(balanced)
         yield from map(noted, balanced)
@@ -76,11 +77,6 @@ def propose(
             yield from map(noted, _downhill(of.layers, of.make, costs))
         if estimated > MOST_ESTIMATED:
             return
-
-
-def _batches(every: Iterator[_Arrangement]) -> Iterator[list[_Arrangement]]:
-    while some := list(islice(every, AT_ONCE)):
-        yield some
 
 
 def _in_order(problem: Problem, table: Table, shortest: Callable[[], float]) -> Iterator[_Arrangement]:
