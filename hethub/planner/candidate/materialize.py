@@ -1,6 +1,7 @@
 """Candidates made into plans that can be bound: samples divided by speed, microbatches in flight, ranks."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, assign_units
 from hethub.planner.candidate.samples import Worker, divide
@@ -74,14 +75,12 @@ def _nearly_even(divided: Sequence[list[int]]) -> bool:
 def _workers(candidate: Candidate, index: int, assigned: Assigned, worker: WorkerOf) -> list[Worker]:
     stage = candidate.stages[index]
     first, last = index == 0, index == len(candidate.stages) - 1
-    known: dict[tuple[int, int, int], Worker] = {}
-    workers = []
-    for unit, micro_batch in assigned:
-        key = (unit.device_type, unit.tp, micro_batch)
-        if key not in known:
-            known[key] = worker(stage, ReplicaGroup(*key, 1), first, last)
-        workers.append(known[key])
-    return workers
+
+    @cache
+    def of(device_type: int, tp: int, micro_batch: int) -> Worker:
+        return worker(stage, ReplicaGroup(device_type, tp, micro_batch, 1), first, last)
+
+    return [of(unit.device_type, unit.tp, micro_batch) for unit, micro_batch in assigned]
 
 
 def _slowest(chain: Sequence[Worker]) -> Worker | None:

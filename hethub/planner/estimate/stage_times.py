@@ -209,11 +209,12 @@ class StageTimes:
         whole = np.array([placed.pattern.goes_chunk_by_chunk for placed in own.stages])
         rounds = np.maximum(alone.microbatches, self.problem.batch.global_batch / alone.microstep)
         met, number = own.replicas > 1, np.where(whole, 1.0, rounds)
+        sharded, gathered = (own.zero >= 2) & met, (own.zero == 3) & met
         host = self._host_one_way[own.device_types].max(axis=1)
-        fetched = sums.parameters * self.costs.width * host / np.where((own.zero == 3) & met, own.replicas, 1)
-        gather = np.where((own.zero == 3) & met, sums.by_layer(own.layers, self.costs.width), 0.0)
+        fetched = sums.parameters * self.costs.width * host / np.where(gathered, own.replicas, 1)
+        gather = np.where(gathered, sums.by_layer(own.layers, self.costs.width), 0.0)
         gather = gather + np.where(_offloads(own, "parameters"), fetched, 0.0)
-        reduce = np.where((own.zero >= 2) & met, sums.by_layer(own.layers, self.costs.gradient_width), 0.0)
+        reduce = np.where(sharded, sums.by_layer(own.layers, self.costs.gradient_width), 0.0)
         copied = self._copied(own)
         forward, backward = (
             np.where(own.numbers > 0, np.maximum(each, copied), 0.0).max(axis=1) for each in (own.forward, own.backward)
@@ -224,19 +225,18 @@ class StageTimes:
             np.maximum(0.0, seconds - scale * compute) * (1 - overlap) + overlap * seconds
             for seconds, compute in ((gather, forward), (gather + reduce, backward))
         )
-        lockstep = (own.zero >= 2) & met & ~whole
+        lockstep = sharded & ~whole
         slowed = (forward + backward) / np.maximum(alone.forward + alone.backward, 1e-12)
         longer = np.where(copied.max(axis=1) > 0, alone.busy * np.maximum(slowed, 1.0), alone.busy)
         computing = np.where(lockstep, np.maximum(longer, rounds * (forward + backward)), longer)
-        summed = (own.zero >= 2) & met
         return alone._replace(
             busy=computing + number * (ahead + behind),
             forward=forward + ahead / scale,
             backward=backward + behind / scale,
             covered=np.where(lockstep, backward + behind, alone.covered),
             microbatches=np.where(lockstep, rounds, alone.microbatches),
-            reduce=np.where(summed, reduce / own.layers, alone.reduce),
-            tail=np.where(summed, reduce / own.layers, alone.tail),
+            reduce=np.where(sharded, reduce / own.layers, alone.reduce),
+            tail=np.where(sharded, reduce / own.layers, alone.tail),
         )
 
     def _slowed(self, own: Side, found: StageEstimate) -> np.ndarray:

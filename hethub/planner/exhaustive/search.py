@@ -9,7 +9,6 @@ tried with more microbatches in flight.
 """
 
 import heapq
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -22,7 +21,7 @@ from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.exhaustive.points import Branch, Point, Points, branches_below, promising_floors, refined
 from hethub.planner.exhaustive.replay import Node, Passed, ends_of, nodes_of
 from hethub.planner.exhaustive.shapes import excess, schedules_of, shapes_of
-from hethub.planner.exhaustive.stages import StageCosts, Units
+from hethub.planner.exhaustive.stages import StageCosts
 from hethub.planner.problem.problem import Problem
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
@@ -203,10 +202,11 @@ def _candidate(point: Point, incumbent: Incumbent) -> Candidate:
     """The point's candidate, movable where candidates can express its plan: they list like units by their
     micro-batch."""
     problem, plan = incumbent.problem, point.plan
-    stages = [
-        CandidateStage(x, _groups(units, [r.micro_batch for r in spec.replicas]), mode.recompute, mode.zero)
-        for units, x, mode, spec in zip(point.branch.shape, point.branch.layers, point.modes, plan.stages, strict=True)
-    ]
+    stages = []
+    for units, x, mode, spec in zip(point.branch.shape, point.branch.layers, point.modes, plan.stages, strict=True):
+        each = zip(units, spec.replicas, strict=True)
+        groups = merged([ReplicaGroup(unit.device_type, unit.tp, r.micro_batch, 1) for unit, r in each])
+        stages.append(CandidateStage(x, groups, mode.recompute, mode.zero))
     schedule = None if plan.schedule == problem.schedule else plan.schedule
     candidate = Candidate(tuple(stages), alike=False, schedule=schedule)
     if (usual := materialize(candidate, problem, incumbent.costs.unit_costs.worker, None)) is not None:
@@ -216,8 +216,3 @@ def _candidate(point: Point, incumbent: Incumbent) -> Candidate:
         if materialize(candidate, problem, incumbent.costs.unit_costs.worker, None) == plan:
             return candidate
     return replace(candidate, name=f"point {plan.stages}", plan=plan)
-
-
-def _groups(units: Units, sizes: Sequence[int]) -> tuple[ReplicaGroup, ...]:
-    counts = Counter((unit.device_type, unit.tp, size) for unit, size in zip(units, sizes, strict=True))
-    return merged([ReplicaGroup(*sort, number) for sort, number in counts.items()])

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hethub.predictor.cost.constants import packaged
+from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 
 
@@ -19,16 +20,7 @@ class Scale:
     bridge: float = 1.0
 
 
-RATES = (
-    "fp64_tflops",
-    "fp32_tflops",
-    "tf32_tflops",
-    "fp32_matrix_tflops",
-    "fp16_tflops",
-    "bf16_tflops",
-    "fp8_tflops",
-    "fp4_tflops",
-)
+RATES = [name for name in AcceleratorSpec.model_fields if name.endswith("_tflops")]
 
 
 def scaled(cluster: ClusterSpec, scale: Scale) -> ClusterSpec:
