@@ -1,12 +1,12 @@
 """Candidates made into plans that can be bound: samples divided by speed, microbatches in flight, ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, assign_units
 from hethub.planner.candidate.samples import Worker, divide
 from hethub.planner.problem.problem import Problem, Unit
-from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
+from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, StageSpec
 from hethub.spec.ranges import split
 
 Assigned = Sequence[tuple[Unit, int]]  # a stage's units with their micro-batches
@@ -33,7 +33,11 @@ def materialize(
         samples = [n + more for n, more in zip(by_speed, stage.nudges, strict=True)] if stage.nudges else by_speed
         if min(samples) < 1:
             return None
-        stages.append(_stage(stage, own, samples, chunks[index], problem, holds[index] if holds else None))
+        replicas = [(unit, micro_batch, count) for (unit, micro_batch), count in zip(own, samples, strict=True)]
+        shares = dict(stage.state_shares)
+        named = {rank: shares[unit.device_type] for unit, _ in own for rank in unit.ranks} if shares else {}
+        modes = (stage.zero, stage.recompute, stage.offload)
+        stages.append(stage_spec(problem, chunks[index], replicas, *modes, named, holds[index] if holds else None))
     return problem.plan(schedule, stages)
 
 
@@ -90,27 +94,28 @@ def _slowest(chain: Sequence[Worker]) -> Worker | None:
     return max(chain, key=lambda worker: worker.microbatch_seconds[-1])
 
 
-def _stage(
-    stage: CandidateStage,
-    assigned: Assigned,
-    samples: Sequence[int],
-    chunks: tuple[tuple[int, int], ...],
+def stage_spec(
     problem: Problem,
-    held: int | None,
+    layers: tuple[tuple[int, int], ...],
+    replicas: Sequence[tuple[Unit, int, int]],
+    zero: int,
+    recompute: Recompute,
+    offload: tuple[Offload, ...],
+    state_shares: Mapping[int, float],
+    held: int | None = None,
 ) -> StageSpec:
-    replicas = tuple(
-        ReplicaSpec(ranks=unit.ranks, micro_batch=min(micro_batch, count), samples=count, in_flight=held)
-        for (unit, micro_batch), count in zip(assigned, samples, strict=True)
-    )
-    islands = {problem.device_types[unit.device_type].island for unit, _ in assigned}
-    zero = 0 if len(replicas) == 1 else max(stage.zero, 1 if len(islands) > 1 else 0)
-    shares = dict(stage.state_shares)
-    named = {rank: shares[unit.device_type] for unit, _ in assigned for rank in unit.ranks} if shares and zero else {}
+    """A stage of replicas with their micro-batches and samples. A single one has nothing to shard; a stage over islands
+    shards its optimizer state at least."""
+    islands = {problem.device_types[unit.device_type].island for unit, _, _ in replicas}
+    zero = 0 if len(replicas) == 1 else max(zero, 1 if len(islands) > 1 else 0)
     return StageSpec(
-        layers=chunks,
-        replicas=replicas,
+        layers=layers,
+        replicas=tuple(
+            ReplicaSpec(ranks=unit.ranks, micro_batch=min(micro_batch, count), samples=count, in_flight=held)
+            for unit, micro_batch, count in replicas
+        ),
         zero=zero,
-        recompute=stage.recompute,
-        state_shares=named,
-        offload=stage.offload,
+        recompute=recompute,
+        state_shares=dict(state_shares) if zero else {},
+        offload=offload,
     )

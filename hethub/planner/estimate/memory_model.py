@@ -96,6 +96,11 @@ class Coefficients(NamedTuple):
         """Bytes of state, before replicas share it."""
         return self.state_once[place] + self.state_layer[place] * layers
 
+    def most_layers(self, held: np.ndarray, shards: "int | np.ndarray", capacity: "float | np.ndarray") -> np.ndarray:
+        """Layers, and parts of one, that fit beside so many microbatches held and state cut into so many shards."""
+        per_layer = self.layer + held * self.layer_microbatch + self.state_layer / shards
+        return (capacity - (self.once + held * self.microbatch + self.state_once / shards)) / per_layer
+
     def least_replicas(
         self, layers: int, held: "int | np.ndarray", place: int, capacity: float, sharded: bool
     ) -> np.ndarray:

@@ -30,17 +30,13 @@ def _next_even(own: ReplicaGroup, samples: int, step: int, estimator: Estimator)
         size = -(-samples // max(number - 1, 1))
     elif step < 0:
         size = max(1, min(size - 1, -(-samples // (number + 1))))
-    return _allowed(own, even(samples, size), estimator)
+    problem, size = estimator.problem, even(samples, size)
+    return problem.at_most(own.device_type, min(size, problem.constraints.max_micro_batch or size))
 
 
 def even(samples: int, size: int) -> int:
     """The smallest micro-batch with which `samples` make as many microbatches as with `size`."""
     return -(-samples // -(-samples // size))
-
-
-def _allowed(own: ReplicaGroup, size: int, estimator: Estimator) -> int:
-    given = estimator.problem.constraints
-    return estimator.problem.at_most(own.device_type, min(size, given.max_micro_batch or size))
 
 
 def fitted(candidate: Candidate, estimator: Estimator) -> Candidate | None:

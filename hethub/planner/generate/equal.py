@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.samples import earliest_finish
-from hethub.planner.estimate.memory_model import FIRST, LAST, MIDDLE, ONLY
+from hethub.planner.estimate.memory_model import FIRST, LAST, MIDDLE, ONLY, Coefficients
 from hethub.planner.generate.table import Table
 from hethub.planner.problem.problem import Problem
 
@@ -146,16 +146,15 @@ def _most_layers(problem: Problem, table: Table, own: Arrangements) -> np.ndarra
     shards = own.replicas if problem.usual_zero > 0 else np.ones_like(own.replicas)
     rows = own.rows[stages.of]
     _, num_sorts, num_places = table.memory.once.shape
-    memory = [part.ravel() for part in table.memory[:6]]
+    memory = [part.ravel() for part in table.memory]
     most = np.full(len(rows), float(problem.model.layers))
     for sort, replicas in enumerate(own.composition):
         stage = np.flatnonzero(replicas)
         row, microbatches, shared = rows.take(stage), held.take(stage), shards.take(stage)
         at = (row * num_sorts + sort) * num_places + place.take(stage)
-        once, layer, microbatch, layer_microbatch, state_once, state_layer = (part.take(at) for part in memory)
-        per_layer = layer + microbatches * layer_microbatch + state_layer / shared
-        room = table.capacity[:, sort].take(row) - (once + microbatches * microbatch + state_once / shared)
-        most[stage] = np.minimum(most.take(stage), np.floor(room / per_layer))
+        own_memory = Coefficients(*(part.take(at) for part in memory))
+        fitting = own_memory.most_layers(microbatches, shared, table.capacity[:, sort].take(row))
+        most[stage] = np.minimum(most.take(stage), np.floor(fitting))
     return np.maximum(most, -1)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
 from hethub.planner.estimate.costs import rank_parameters
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.estimate.memory_model import FIRST, LAST, MIDDLE
+from hethub.planner.estimate.memory_model import FIRST, LAST, MIDDLE, Coefficients
 from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import Problem
 from hethub.spec.plan import Recompute
@@ -162,7 +162,7 @@ class DeviceTypeLayouts:
 
         @cache
         def memory(tp: int, size: int, mode: Recompute) -> np.ndarray:
-            return np.array(unit_costs.coefficients(self.device_type, tp, size, mode)[:6])
+            return np.array(unit_costs.coefficients(self.device_type, tp, size, mode))
 
         asked = [
             [(layout.tp, size, layout.recompute) for layout, size in zip(layouts, own, strict=True)]
@@ -211,10 +211,9 @@ class DeviceTypeLayouts:
         microbatches = np.ceil(
             (1 + IN_FLIGHT * np.arange(self.depth)) * larger
         )  # [microstep, layout, wide or narrow, stages behind]
-        fixed, layer, microbatch, layer_microbatch, state, state_layer = memory.transpose(2, 0, 1)[..., None, None]
         shards = widths[..., None] if self.problem.usual_zero > 0 else 1
-        room = self.problem.capacity(self.device_type) - (fixed + microbatches * microbatch + state / shards)
-        in_memory = (room / (layer + microbatches * layer_microbatch + state_layer / shards))[microstep]
+        of_ranks = Coefficients(*memory.transpose(2, 0, 1)[..., None, None])
+        in_memory = of_ranks.most_layers(microbatches, shards, self.problem.capacity(self.device_type))[microstep]
         found = np.floor(np.minimum(in_time[..., None], in_memory) + 1e-9)
         return np.where(found >= 1, found, _NONE).astype(np.int64)
 

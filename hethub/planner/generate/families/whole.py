@@ -6,15 +6,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
+from hethub.planner.candidate.materialize import stage_spec
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.memory_model import memory_model_of
 from hethub.planner.estimate.memory_probes import probe_for
-from hethub.planner.problem.problem import Problem
+from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.memory.ranks import RankMemory, all_fit, rank_memory
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.layout.bind import Layout
-from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
+from hethub.spec.plan import Offload, PlanSpec, Recompute, ScheduleName, StageSpec
 
 
 class Worker(NamedTuple):
@@ -70,19 +71,8 @@ def plan_of(problem: Problem, schedule: ScheduleName, stages: Sequence[WholeStag
 
 
 def _stage(problem: Problem, stage: WholeStage) -> StageSpec:
-    islands = {problem.device_types[own.device_type].island for own in stage.workers}
-    zero = 0 if len(stage.workers) == 1 else max(stage.zero, 1 if len(islands) > 1 else 0)
-    return StageSpec(
-        layers=stage.chunks,
-        replicas=tuple(
-            ReplicaSpec(ranks=(own.rank,), micro_batch=min(own.micro_batch, own.samples), samples=own.samples)
-            for own in stage.workers
-        ),
-        zero=zero,
-        state_shares=dict(stage.state_shares) if zero else {},
-        recompute=stage.recompute,
-        offload=stage.offload,
-    )
+    replicas = [(Unit(own.device_type, (own.rank,)), own.micro_batch, own.samples) for own in stage.workers]
+    return stage_spec(problem, stage.chunks, replicas, stage.zero, stage.recompute, stage.offload, stage.state_shares)
 
 
 def candidate_of(problem: Problem, name: str, schedule: ScheduleName, stages: Sequence[WholeStage]) -> Candidate:
