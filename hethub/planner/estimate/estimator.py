@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, merged
+from hethub.planner.candidate.candidate import Candidate, Pattern, merged
 from hethub.planner.estimate import in_flight
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.stage_figures import StageEstimate
@@ -51,7 +51,7 @@ class Estimator:
         """The estimated steps of all candidates at once. Asking for each is then for nothing."""
         asked = list(candidates)
         new = [candidate for candidate in dict.fromkeys(asked) if candidate not in self._estimated]
-        rows = self._rows.of(new, map(self._pattern, new))
+        rows = self._rows.of(new, map(self.pattern, new))
         ranked = sorted(zip(new, rows, strict=True), key=lambda own: len(own[1]))
         for _, alike in groupby(ranked, key=_depth):
             own, stages = zip(*alike, strict=True)
@@ -118,15 +118,6 @@ class Estimator:
         """About how many samples each of a stage's replicas takes, by groups."""
         return self._rows.divided_at(candidate, index).samples
 
-    def collective(self, groups: Sequence[ReplicaGroup]) -> tuple[float, float]:
-        """Seconds of a reduce-scatter or an all-gather over replicas: of any, and more per byte."""
-        return self.times.collective(groups)
-
-    def largest(self, candidate: Candidate, stage: CandidateStage, own: ReplicaGroup, place: int, held: float) -> int:
-        """The largest micro-batch up to that of the group with which its ranks have memory for so many microbatches,
-        by the closed form; 0 where one sample is too much."""
-        return self.times.largest(stage, own, place, self._pattern(candidate), held)
-
     def _of(self, candidate: Candidate) -> Estimate:
         if candidate not in self._estimated:
             self.estimate([candidate])
@@ -166,7 +157,7 @@ class Estimator:
         p2p_seconds = p2p_seconds.reshape(len(candidates), -1)
         blank = np.arange(depth) < first[:, None]
         stages = self._stages(candidates, table, blank)
-        filled = np.array([self._pattern(candidate).schedule == "zero_bubble" for candidate in candidates])
+        filled = np.array([self.pattern(candidate).schedule == "zero_bubble" for candidate in candidates])
         trips = in_flight.round_trips(stages.microbatch, stages.microstep, p2p_seconds)
         return _SideBySide(candidates, table, first, blank, stages, p2p_seconds, trips, filled)
 
@@ -214,7 +205,7 @@ class Estimator:
         those of their reduction that go beside their last backwards."""
         stages, depth = own.stages, own.rows.shape[1] - own.first[:, None]
         every = np.ceil(stages.microbatches)
-        all_at_once = np.array([self._pattern(candidate).holds_all for candidate in own.candidates])[:, None]
+        all_at_once = np.array([self.pattern(candidate).holds_all for candidate in own.candidates])[:, None]
         passing = np.where(all_at_once, every, every / np.maximum(1, every // depth))
         waits = in_flight.waits_between_chunks(stages, own.p2p_seconds, passing, chunks)
         # Interleaved, links carry both ways at once, and all chunks but the last to be done are reduced beside others.
@@ -223,7 +214,8 @@ class Estimator:
         waits = np.where(all_at_once, waits, np.maximum(waits, carried - stages.busy))
         return waits, np.where(all_at_once, stages.covered, np.maximum(stages.covered, beside))
 
-    def _pattern(self, candidate: Candidate) -> Pattern:
+    def pattern(self, candidate: Candidate) -> Pattern:
+        """Its schedule and chunks."""
         return Pattern(candidate.schedule or self.problem.schedule, candidate.chunks)
 
     def _stages(self, candidates: Sequence[Candidate], rows: np.ndarray, blank: np.ndarray) -> StageEstimate:
@@ -239,7 +231,7 @@ class Estimator:
     def _held(self, own: "_SideBySide") -> tuple[np.ndarray, np.ndarray]:
         """Microbatches in flight [candidate, stage], and whether they fit [candidate]."""
         stages, filled, held = own.stages, own.filled, in_flight.default_in_flight(own.stages.microstep)
-        patterns = [self._pattern(candidate) for candidate in own.candidates]
+        patterns = [self.pattern(candidate) for candidate in own.candidates]
         alone = np.array([pattern.schedule not in ("1f1b", "zero_bubble") for pattern in patterns])
         extra = np.array([candidate.extra_in_flight > 0 for candidate in own.candidates]) & own.several & ~alone
         if alone.any():

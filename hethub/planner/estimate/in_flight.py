@@ -106,8 +106,7 @@ def waits_between_chunks(
     for seconds in (stages.forward, stages.backward):
         ahead = ((passing * seconds).max(axis=1, keepdims=True) - seconds.sum(axis=1, keepdims=True)) / chunks
         waits += (chunks - 1) * np.maximum(0.0, between + longest - ahead)
-    found: np.ndarray = waits
-    return found
+    return waits
 
 
 def sent_until_back(until_back: np.ndarray, forward: np.ndarray, microstep: np.ndarray) -> np.ndarray:

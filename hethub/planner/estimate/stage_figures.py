@@ -107,10 +107,6 @@ class Sums(NamedTuple):
     latency: np.ndarray
     per_byte: np.ndarray
 
-    def seconds(self, width: int) -> np.ndarray:
-        """Seconds to reduce or to gather `width` bytes of every parameter."""
-        return self.by_layer(1.0, width)
-
-    def by_layer(self, layers: np.ndarray | float, width: int) -> np.ndarray:
-        """The same, layer by layer."""
+    def seconds(self, width: int, layers: np.ndarray | float = 1.0) -> np.ndarray:
+        """Seconds to reduce or to gather `width` bytes of every parameter, in so many pieces."""
         return self.latency * layers + self.per_byte * self.parameters * width

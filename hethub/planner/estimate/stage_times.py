@@ -212,9 +212,9 @@ class StageTimes:
         sharded, gathered = (own.zero >= 2) & met, (own.zero == 3) & met
         host = self._host_one_way[own.device_types].max(axis=1)
         fetched = sums.parameters * self.costs.width * host / np.where(gathered, own.replicas, 1)
-        gather = np.where(gathered, sums.by_layer(own.layers, self.costs.width), 0.0)
+        gather = np.where(gathered, sums.seconds(self.costs.width, own.layers), 0.0)
         gather = gather + np.where(_offloads(own, "parameters"), fetched, 0.0)
-        reduce = np.where(sharded, sums.by_layer(own.layers, self.costs.gradient_width), 0.0)
+        reduce = np.where(sharded, sums.seconds(self.costs.gradient_width, own.layers), 0.0)
         copied = self._copied(own)
         forward, backward = (
             np.where(own.numbers > 0, np.maximum(each, copied), 0.0).max(axis=1) for each in (own.forward, own.backward)

@@ -224,7 +224,7 @@ class DeviceTypeLayouts:
         layer."""
         met = [
             [
-                self.costs.collective((ReplicaGroup(self.device_type, layout.tp, 1, width),))
+                self.costs.times.collective((ReplicaGroup(self.device_type, layout.tp, 1, width),))
                 if width > 1
                 else (0.0, 0.0)
                 for width in own
