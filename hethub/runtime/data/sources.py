@@ -1,6 +1,7 @@
 """Text from files, piece by piece, so that no file has to fit in memory."""
 
 import os
+import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ def list_files(path: Path, suffix: str = "") -> list[Path]:
     """
     if path.is_file():
         return [path]
+    check_regular(path)
     if not path.is_dir():
         raise BadInput(
             f"{path}: there is no such file or folder of text. A job's data.path is relative to the job file."
@@ -44,6 +46,16 @@ def list_files(path: Path, suffix: str = "") -> list[Path]:
     if not visible:
         raise BadInput(f"{path}: the folder holds no {suffix or 'visible'} files; name a folder with text in it.")
     return [path / name for name in sorted(visible, key=Path.as_posix)]
+
+
+def check_regular(path: Path) -> None:
+    """Raises BadInput where what is there can be read only once, or never."""
+    kinds = {"p": "FIFO", "s": "socket", "c": "device", "b": "device"}
+    if path.exists() and (kind := kinds.get(stat.filemode(path.stat().st_mode)[0])):
+        raise BadInput(
+            f"{path}: this is a {kind}, and data is read from regular files, by many processes and again and again. Write what it "
+            "gives to a file, and name that."
+        )
 
 
 def _files_below(folder: Path) -> Iterator[Path]:

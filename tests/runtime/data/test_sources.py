@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -103,6 +104,23 @@ def test_a_broken_jsonl_line_is_named(tmp_path: Path, line: str, message: str) -
 def test_a_missing_file_is_named(tmp_path: Path, source: str) -> None:
     with pytest.raises(BadInput, match=r"nowhere.* data\.path"):
         opened(tmp_path, source=source, path="nowhere")
+
+
+@pytest.mark.parametrize("source", ["text", "parquet", "tokens"])
+@pytest.mark.parametrize("kind", ["FIFO", "socket", "device"])
+def test_what_exists_and_is_no_file_is_called_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, kind: str
+) -> None:
+    """It was called missing; a FIFO of tokens was waited for without end."""
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    if kind == "FIFO":
+        os.mkfifo("it")
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind("it")
+    else:
+        Path("it").symlink_to("/dev/null")
+    with pytest.raises(BadInput, match=rf"it: this is a {kind}, .* regular file"):
+        opened(tmp_path, source=source, path="it")
 
 
 def test_empty_data_is_refused(tmp_path: Path) -> None:
