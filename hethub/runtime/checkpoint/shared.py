@@ -27,8 +27,9 @@ def require_shared(folder: Path, world: World, patience_seconds: float = 10.0) -
         )
     fault = _look(folder, token, world.rank, patience_seconds)
     answers = world.all_gather_objects((socket.gethostname(), fault))
-    if world.rank == 0:
-        _probe(folder, token).unlink(missing_ok=True)
+    if world.rank == 0:  # all ranks have looked; whatever else is there was left by ranks that were killed
+        for probe in folder.glob(_probe(folder, "*").name):
+            probe.unlink(missing_ok=True)
     failing = [f"rank {rank} ({host}) {fault}" for rank, (host, fault) in enumerate(answers) if fault is not None]
     if failing:
         raise BadInput(

@@ -280,6 +280,18 @@ def test_a_folder_that_some_ranks_do_not_see_is_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "here").iterdir())
 
 
+def look_beside_what_is_left(world: Any, folder: Path) -> None:
+    require_shared(folder, world)
+
+
+def test_probes_of_killed_ranks_go_at_the_next_start(tmp_path: Path) -> None:
+    for left in (".probe-0123456789abcdef", ".probe-0123456789abcdef-1"):
+        (tmp_path / left).touch()
+    (tmp_path / "step-1").mkdir()
+    run_ranks(2, look_beside_what_is_left, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
 def test_pytorchs_own_tools_read_a_checkpoint(written: Path, tmp_path: Path) -> None:
     dcp_to_torch_save(written / "step-3", tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt")
