@@ -14,6 +14,7 @@ from typing import Self
 from hethub.spec.errors import BadInput
 
 OWNER = "owner.json"
+UNWRITABLE = "Choose another run folder (--run-dir), or allow it; a run can also go on in a copy (--resume COPY)."
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -43,10 +44,7 @@ class RunClaim:
             folder.mkdir(parents=True, exist_ok=True)
             return self._take(folder, made)
         except OSError as error:
-            raise BadInput(
-                f"{folder}: this rank cannot write there ({error.strerror}). Choose another run folder (--run-dir), or "
-                "allow it; a run can also go on in a copy (--resume COPY)."
-            ) from None
+            raise BadInput(f"{folder}: this rank cannot write there ({error.strerror}). {UNWRITABLE}") from None
 
     def take_new(self, folder: Path) -> Path:
         """Claims `folder`, or where that is there already the first of folder-2, folder-3 … that is not; which."""

@@ -1,7 +1,7 @@
 """Checkpoints that any plan on any number of ranks can read, written while training goes on.
 
 Start reading: manager.py, then elements.py, dcp.py (writing), reader.py and index.py.
-May import: spec, kernels, communicator, runtime.data, runtime.model, runtime.run_folder, runtime.state.
+May import: spec, kernels, communicator, runtime.data, runtime.model, runtime.run_claim, runtime.run_folder, runtime.state.
 """
 
 from hethub.runtime.checkpoint.export import iterate_weights

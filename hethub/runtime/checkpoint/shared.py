@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from hethub.communicator import World
+from hethub.runtime.run_claim import UNWRITABLE
 from hethub.spec.errors import BadInput
 
 _POLL_SECONDS = 0.2
@@ -21,10 +22,7 @@ def require_shared(folder: Path, world: World, patience_seconds: float = 10.0) -
     fault = _write_probe(folder, token) if world.rank == 0 else None
     token, fault = world.all_gather_objects((token, fault))[0]
     if fault is not None:
-        raise BadInput(
-            f"checkpoints go to {folder}, but rank 0 {fault}. Choose another run folder (--run-dir), or allow it; a run can also go on "
-            "in a copy (--resume COPY)."
-        )
+        raise BadInput(f"checkpoints go to {folder}, but rank 0 {fault}. {UNWRITABLE}")
     fault = _look(folder, token, world.rank, patience_seconds)
     answers = world.all_gather_objects((socket.gethostname(), fault))
     if world.rank == 0:  # all ranks have looked; whatever else is there was left by ranks that were killed
