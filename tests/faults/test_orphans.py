@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import HETHUB, Running, needs_mpirun, parent_of, ranks, start_mpirun, start_torchrun
+from tests.support.command import AS_ROOT, HETHUB, Running, needs_mpirun, parent_of, ranks, start_mpirun, start_torchrun
 from tests.support.hosts.slurm import missing, running_slurm, tasks_with
 from tests.support.hosts.sockets import free_port
 from tests.support.job_files import write_job, write_pair_job
@@ -89,6 +89,23 @@ def test_no_rank_outlives_its_launcher(launcher, trains, tmp_path):
     said = running.stderr()
     running.kill()
     assert not left, said
+
+
+@pytest.mark.slow
+@needs_mpirun
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_a_job_whose_hethub_launch_is_killed_saves_and_ends(launcher, tmp_path):
+    """It ran on, with nobody to end it."""
+    job, run = write_pair_job(tmp_path / "job", train={"steps": 100_000}), tmp_path / "run"
+    command = [HETHUB, "launch", "--with", launcher, job, "--run-dir", run, "--set", "checkpoint.every_steps=null"]
+    running = Running(command, tmp_path, AS_ROOT)
+    running.wait_until(lambda: has_trained(run))
+    running.process.kill()
+    left, said = running.left_behind(patience_seconds=60), running.stderr()
+    running.kill()
+    assert not left, said
+    last = len((run / "metrics.jsonl").read_text().splitlines())
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{last}"], said
 
 
 # A rank that is gone as soon as it has started the helper that asks Open MPI's daemon.

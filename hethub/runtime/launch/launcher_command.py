@@ -1,5 +1,6 @@
 """The command that starts a job on its cluster: mpirun contexts, torchrun on every node, or a Slurm het-job."""
 
+import ctypes
 import os
 import secrets
 import shlex
@@ -26,6 +27,7 @@ SETTINGS = (
     "NCCL_", "RCCL_", "GLOO_", "HETHUB_", "HSA_", "GPU_MAX_HW_QUEUES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING",
     "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "PYTORCH_", "TORCH",
 )  # fmt: skip
+_PR_SET_PDEATHSIG = 1
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # to save and exit
 _HANDED_ON = {"mpirun": signal.SIGUSR1, "torchrun": signal.SIGINT}  # to ranks by their launcher; by srun SIGTERM
 
@@ -224,13 +226,23 @@ def _run(command: Command, handed_on: signal.Signals) -> int:
     """The exit code of a launcher, whose ranks are asked to save and exit when this process is told to end.
 
     At a Ctrl-C of its own mpirun (Open MPI 5.0) kills its ranks half a second later, so launchers run where the
-    terminal's does not reach them, and get what they hand on to their ranks. The second Ctrl-C ends the ranks at once.
+    terminal's does not reach them, and get what they hand on to their ranks; where this process is killed, Linux sends
+    them that. The second Ctrl-C ends the ranks at once.
     Raises RunFailed where it does, and without a word where the ranks were asked and have said why they failed.
     """
     stdin = subprocess.DEVNULL if command.script is None else subprocess.PIPE
     environment = {**os.environ, **command.environment}
     process: subprocess.Popen[str] | None = None
     asked = ended = False
+    own, prctl = os.getpid(), getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
+
+    def end_with_its_parent() -> None:
+        """Run by what becomes the launcher; to the kernel its parent is the thread that starts it, here the main one."""
+        signal.signal(handed_on, signal.SIG_DFL)
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, handed_on)
+        if os.getppid() != own:  # it was killed before
+            os.kill(os.getpid(), handed_on)
 
     def hand_on() -> None:
         if process is not None:
@@ -245,7 +257,9 @@ def _run(command: Command, handed_on: signal.Signals) -> int:
     # Before the launcher starts: what ended this process behind that would leave the job to itself.
     before = {number: signal.signal(number, ask) for number in _ASKING}
     try:
-        process = subprocess.Popen(command.words, env=environment, stdin=stdin, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            command.words, env=environment, stdin=stdin, text=True, start_new_session=True, preexec_fn=end_with_its_parent
+        )  # fmt: skip
         if asked:
             hand_on()
         process.communicate(command.script)
