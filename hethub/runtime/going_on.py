@@ -8,6 +8,7 @@ from typing import Any
 
 from hethub.communicator import Rendezvous
 from hethub.runtime.checkpoint import newest_marker
+from hethub.runtime.checkpoint.record import check_model
 from hethub.runtime.launch.consensus import broadcast
 from hethub.runtime.launch.launcher_environment import is_restarted
 from hethub.runtime.run_folder import AUTO, RunFolder, run_folders, with_whole_paths
@@ -15,6 +16,7 @@ from hethub.spec.base import build
 from hethub.spec.documents import read_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job, JobSpec
+from hethub.spec.lookup import load_model
 
 _log = logging.getLogger(__name__)
 
@@ -114,8 +116,10 @@ def _may_be_same(before: str, now: str) -> bool:
 def check_unchanged(folder: RunFolder, job: Job, *, accepted: bool) -> list[str]:
     """What has changed in the job since the run began, a line each, where that is accepted.
 
-    Raises BadInput with every key where it is not. Where the run's job.yaml is gone there is nothing to compare.
+    Raises BadInput with every key where it is not, and where the model has other shapes. Where the run's job.yaml is gone
+    there is nothing to compare.
     """
+    _check_model(folder, job)
     file = folder.path / "job.yaml"
     if not file.exists():
         return []
@@ -140,6 +144,17 @@ def check_unchanged(folder: RunFolder, job: Job, *, accepted: bool) -> list[str]
             f"was given with --set){remedy}"
         )
     return [f"the job has changed: {change}" for change in changes]
+
+
+def _check_model(folder: RunFolder, job: Job) -> None:
+    """Before a plan is bound to the job's model, of which the run's own would be called wrong."""
+    if job.described is None:
+        return
+    try:
+        saved = load_model("model.yaml", folder.path)
+    except BadInput:  # gone or damaged: the checkpoint has it too
+        return
+    check_model(saved, job.described, folder.path / "model.yaml")
 
 
 def _begun(file: Path) -> dict[str, Any]:

@@ -46,7 +46,10 @@ def _read_shape(folder: Path) -> tuple[Path, dict[str, Any]]:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise BadInput(f"{path}: there is no such file. `hf:` wants a folder as `save_pretrained` writes it.")
+        raise BadInput(
+            f"{path}: there is no such file. `hf:` wants a folder as `save_pretrained` writes it; where it has moved, name its new "
+            "place, also to resume a run."
+        )
     config = read_json(path, "Hugging Face config")
     if not isinstance(config, dict):
         raise BadInput(f"{path}: a config is a JSON object, not {type(config).__name__}.")

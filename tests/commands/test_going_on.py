@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hethub.runtime.checkpoint import newest_marker
 from hethub.runtime.going_on import check_unchanged, goes_on_by_itself, newest_run
@@ -15,8 +16,8 @@ from hethub.runtime.run_folder import AUTO, RunFolder, with_whole_paths
 from hethub.spec.documents import dump_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.job import load_job
-from tests.support.command import one, ranks
-from tests.support.job_files import ALONE, plan, write_job, write_pair_job
+from tests.support.command import check_refused, one, ranks
+from tests.support.job_files import ALONE, MODEL, plan, write_job, write_pair_job
 
 
 @pytest.fixture
@@ -133,6 +134,29 @@ def test_a_run_goes_on_from_an_older_checkpoint_that_is_named(job, tmp_path):
     assert "step-6 is newer than what training goes on from" in ended.stderr
     assert {path.name for path in checkpoints.iterdir()} == {"step-2", "step-3", "step-4.set-aside", "step-6.set-aside"}
     assert steps_of(tmp_path / "run") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("named", ["the run's", "job's", "none"])
+def test_a_model_of_another_depth_is_refused_as_such(job, tmp_path, named):
+    """The run's own plan was to be given the other layers."""
+    plans = {"the run's": ["--set", "plan=auto"], "job's": [], "none": ["--set", "plan=uniform"]}[named]
+    assert train(job, "--run-dir", "run", *plans, "--set", "train.steps=1", cwd=tmp_path).exit_code == 0
+    if named == "none":
+        (tmp_path / "run" / "plan.yaml").unlink()
+    (job.parent / "deep.yaml").write_text(dump_yaml({**MODEL, "layers": 6}))
+    ended = train(job, "--resume", "run", *plans, "--set", "model=deep.yaml", "--accept-changes", cwd=tmp_path)
+    paragraph = check_refused([ended], "run", "layers 4 there, 6 here", "Resume with the model that was saved")
+    assert "stage" not in paragraph
+
+
+def test_a_model_that_has_another_name_now_goes_on_under_the_runs_plan(job, tmp_path):
+    """As where a Hugging Face folder, whose name is the model's, has moved: the run's own plan was called another model's."""
+    assert train(job, "--run-dir", "run", "--set", "plan=auto", "--set", "train.steps=1", cwd=tmp_path).exit_code == 0
+    (job.parent / "model.yaml").write_text(dump_yaml({**MODEL, "name": "moved"}))
+    ended = train(job, "--resume", "run", "--set", "plan=auto", "--set", "train.steps=2", cwd=tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    assert "resumed behind step 1" in ended.stdout
+    assert yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())["model"] == "moved"
 
 
 def test_where_and_how_a_job_runs_and_how_long_may_change(job, tmp_path):

@@ -47,11 +47,7 @@ class CheckpointRecord(Spec):
 
     def check(self, model: ModelSpec, precision: Precision, path: Path) -> None:
         """Raises BadInput, naming both sides, unless a run of this model in this precision can go on from here."""
-        if differing := _differing(self.model, model):
-            raise BadInput(
-                f"{path} was saved from model '{self.model.name}', but the job has model '{model.name}': "
-                f"{', '.join(differing)}. Resume with the model that was saved, or start a new run."
-            )
+        check_model(self.model, model, path)
         if self.precision != precision:
             raise BadInput(
                 f"{path} was saved in precision {self.precision}, but the job has {precision}: masters and moments would not be "
@@ -59,10 +55,14 @@ class CheckpointRecord(Spec):
             )
 
 
-def _differing(saved: ModelSpec, given: ModelSpec) -> list[str]:
-    """`layers 4 there, 8 here` for every fact of the two models that must agree."""
+def check_model(saved: ModelSpec, given: ModelSpec, path: Path) -> None:
+    """Raises BadInput, naming every fact that differs, unless the model saved in `path` is the one given."""
     there, here = _facts(saved), _facts(given)
-    return [f"{key} {there[key]} there, {here[key]} here" for key in there if there[key] != here[key]]
+    if differing := [f"{key} {there[key]} there, {here[key]} here" for key in there if there[key] != here[key]]:
+        raise BadInput(
+            f"{path} was saved from model '{saved.name}', but the job has model '{given.name}': {', '.join(differing)}. "
+            "Resume with the model that was saved, or start a new run."
+        )
 
 
 def _facts(model: ModelSpec) -> dict[str, Any]:

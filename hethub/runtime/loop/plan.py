@@ -165,7 +165,10 @@ def _decide(
     if profile is None and goes_on and plan_file is not None:
         cluster, profile = _measured_before(folder, job, cluster)
     if plan_file is not None:
-        layout = bind_file(plan_file, load_plan_of(job, plan_file), job.model, cluster)
+        plan = load_plan_of(job, plan_file)
+        if resumes and plan_file == folder.plan:  # of this very model, which may have another name now: a folder's, say
+            plan = plan.replace(model=job.model.name, job=None)
+        layout = bind_file(plan_file, plan, job.model, cluster)
         check_executable(layout)
         check_memory(layout, constraints.reserve)
         strategy, prediction = (

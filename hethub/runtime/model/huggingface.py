@@ -165,7 +165,10 @@ def write_folder(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(f"{folder}: is there already; name a new or an empty folder to write to.")
     if isinstance(tokenizer_source, Path) and not tokenizer_source.exists():
-        raise BadInput(f"{tokenizer_source}: there is no such tokenizer.json or Hugging Face folder to take it from.")
+        raise BadInput(
+            f"{tokenizer_source}: there is no such tokenizer.json or Hugging Face folder to take it from. Put it back; or name it "
+            "where it is now, in the run's job.yaml."
+        )
     with _appearing(folder) as temporary:
         ids = _token_ids(tokenizer_source, end_of_document)
         config = config_of(model, str(dtype).removeprefix("torch.")) | ids
