@@ -159,7 +159,7 @@ class StepLoop:
         lines += [*told, f"run folder {self.folder.path}", *self._told()]
         if self.done:
             lines.append(f"resumed behind step {self.done}")
-            lines += self.trainer.schedule.notes
+        lines += self.trainer.schedule.notes
         if self.done >= self.last:
             lines.append(f"all {self.last} steps are trained already; raise train.steps to go on")
         return lines

@@ -58,18 +58,24 @@ class Schedule:
         """Goes on behind `step` as the run began: another train.steps alone must not lift the rate.
 
         Another schedule or decay_steps is asked for, and begins anew; `wsd` that has not begun to fall falls before the
-        new end.
+        new end, and so does what was to end in its warm-up.
         """
         train = self._train
         if (saved.kind, saved.decay_steps) != (train.schedule, train.decay_steps):
             return
-        if train.schedule != "wsd" or step > _decay(train, saved.end)[0]:
+        was_to_fall = train.schedule != "wsd" and saved.end > train.warmup_steps
+        if was_to_fall or step > _decay(train, saved.end)[0]:
             self._end = saved.end
 
     @property
     def notes(self) -> list[str]:
-        """What to say of an end that is not the job's."""
+        """What to say of a warm-up that does not end, and of an end that is not the job's."""
         train = self._train
+        if train.warmup_steps >= train.steps:
+            return [
+                f"train.warmup_steps {train.warmup_steps} last until the end: the learning rate rises to {self.rate(train.steps):g} at the "
+                f"last step, {train.steps}, and does not fall; train.lr is {train.lr:g}"
+            ]
         fixed = train.schedule == "constant" or (train.schedule != "wsd" and train.decay_steps is not None)
         if fixed or self._end == train.steps:
             return []

@@ -92,6 +92,30 @@ def test_a_fall_that_has_not_begun_begins_before_the_new_end() -> None:
     assert longer.notes == []
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
+def test_a_run_that_was_to_end_in_its_warm_up_falls_before_the_new_end(kind: str) -> None:
+    """A few steps tried first, then the whole run: behind the warm-up the rate fell to min_lr in one step."""
+    longer = resumed(TRAIN.replace(schedule=kind, steps=5), 5, steps=100)
+    assert [longer.rate(step) for step in range(6, 101)] == [
+        learning_rate(TRAIN.replace(schedule=kind), step) for step in range(6, 101)
+    ]
+    assert longer.notes == []
+
+
+def test_a_fall_that_is_over_stays_so_whatever_the_warm_up_was() -> None:
+    fallen = Schedule(TRAIN)
+    fallen.resume(Schedule(TRAIN.replace(steps=5)).state, 50)  # as an earlier hethub went on
+    assert fallen.rate(51) == TRAIN.min_lr
+
+
+@pytest.mark.parametrize(("warmup", "reached"), [(100, "0.01"), (200, "0.005")])
+def test_a_warm_up_that_lasts_until_the_end_is_told(warmup: int, reached: str) -> None:
+    (note,) = Schedule(TRAIN.replace(warmup_steps=warmup)).notes
+    assert f"train.warmup_steps {warmup}" in note
+    assert f"rises to {reached} at the last step, 100" in note
+    assert Schedule(TRAIN.replace(warmup_steps=99)).notes == []
+
+
 def test_who_asks_gets_another_schedule() -> None:
     assert resumed(TRAIN, 100, steps=400, decay_steps=390).rate(101) == pytest.approx(
         learning_rate(TRAIN.replace(steps=400), 101)
