@@ -1,24 +1,17 @@
 """Jobs: what to train, on what, how; and the loading of everything a job file names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    WithJsonSchema,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, WithJsonSchema, field_validator, model_serializer, model_validator
 
 from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Spec, build
 from hethub.spec.cluster import ClusterSpec, NonNegative, load_cluster
 from hethub.spec.documents import Source, read_yaml, set_key
-from hethub.spec.errors import BadInput, suggest
+from hethub.spec.errors import BadInput, BrokenRule, suggest
 from hethub.spec.lookup import load_model
 from hethub.spec.model import Count, ModelSpec
 from hethub.spec.plan import PlannedFor, PlanSpec, ScheduleName, load_plan
@@ -26,17 +19,12 @@ from hethub.spec.plan import PlannedFor, PlanSpec, ScheduleName, load_plan
 TOKENIZER = "tokenizer.json"  # of a Hugging Face folder
 PYTHON = "python:"  # begins the name of a model that is Python: python:package.module:factory
 ScheduleKind = Literal["cosine", "wsd", "linear", "constant"]  # of the learning rate
+_KINDS = {"enum": list(get_args(ScheduleKind)), "type": "string"}
 SCHEDULE_FORMS: dict[str, Any] = {  # as a file may have it
-    "anyOf": [
-        {"enum": list(get_args(ScheduleKind)), "type": "string"},
-        {
-            "type": "object", "required": ["kind"], "additionalProperties": False,
-            "properties": {
-                "kind": {"enum": list(get_args(ScheduleKind)), "type": "string"},
-                "decay_steps": {"type": "integer", "minimum": 1},
-            },
-        },
-    ]
+    "anyOf": [_KINDS, {
+        "type": "object", "required": ["kind"], "additionalProperties": False,
+        "properties": {"kind": _KINDS, "decay_steps": {"type": "integer", "minimum": 1}},
+    }]
 }  # fmt: skip
 STRATEGIES = ("auto", "exhaustive", "hethub", "poplar", "cephalo", "zorse", "hap", "uniform")
 SourceName = Literal["python-stdlib", "text", "jsonl", "tokens", "parquet", "hf", "chat"]
@@ -92,13 +80,19 @@ class DataSpec(SourceSpec):
     document_mask: bool = False  # attention stays inside each document
     bos: bool = True  # documents of text begin with what the tokenizer puts in front of a text, where it does: <s>, say
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_or_several(cls, data: Any) -> Any:
+        has_several = isinstance(data, Mapping) and data.get("sources") is not None
+        if has_several and (given := [key for key in SourceSpec.model_fields if key in data]):
+            names, them = " and ".join(f"`{key}`" for key in given), "them" if given[1:] else "it"
+            text = f"{names} cannot stand beside `sources`. Take {them} out, or into an entry of `sources`; or take `sources` out."
+            raise BrokenRule(text, given[0])
+        return data
+
     @model_validator(mode="after")
-    def _one_or_several(self) -> "DataSpec":
-        if self.sources is None:
-            return self
-        if given := sorted({"source", "path", "text"} & self.model_fields_set):
-            raise ValueError(f"sources stands beside {', '.join(given)}; put that source into the list too.")
-        named = [(each.source, each.path, each.text) for each in self.sources]
+    def _each_once(self) -> "DataSpec":
+        named = [(each.source, each.path, each.text) for each in self.weighted]
         if doubled := next((name for name in named if named.count(name) > 1), None):
             raise ValueError(
                 f"sources names {doubled[0]} {doubled[1] or ''} twice; name it once with the sum of its weights."
@@ -106,9 +100,9 @@ class DataSpec(SourceSpec):
         return self
 
     @model_serializer(mode="wrap")
-    def _without_defaults_beside_sources(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_defaults_beside_sources(self, dump: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         """What can be read again: the default source stands beside no others."""
-        data: dict[str, Any] = dump(self)
+        data = dump(self)
         return {key: value for key, value in data.items() if self.sources is None or key not in SourceSpec.model_fields}
 
     @property

@@ -118,7 +118,17 @@ def test_sources_of_all_kinds_are_mixed(tmp_path: Path) -> None:
             r"data\.sources\[0\]\.weight: weight 0 gives no samples",
         ),
         ({"sources": [{"source": "text", "path": "a", "weight": -1}]}, "weight -1 gives no samples"),
-        ({"source": "text", "path": "a", "sources": [{}]}, "sources stands beside path, source"),
+        (
+            {"sources": [{"source": "text", "path": "a"}], "source": "text", "path": "b"},
+            r"line \d+: data\.source: `source` and `path` cannot stand beside `sources`. Take them .* take `sources` out",
+        ),
+        (
+            {"sources": [{"source": "text", "path": "a"}], "path": "b"},
+            r"data\.path: `path` cannot stand beside `sources`. Take it",
+        ),
+        ({"sources": [{"source": "text", "path": "a"}], "source": "text"}, r"data\.source: `source` cannot stand"),
+        ({"sources": [{"source": "jsonl", "path": "a"}], "text": "body"}, r"data\.text: `text` cannot stand beside"),
+        ({"sources": [{}], "source": "python-stdlib"}, r"data\.source: `source` cannot stand"),
         ({"sources": [{"source": "text", "path": "a"}] * 2}, "names text a twice"),
         ({"source": "text", "path": "a", "text": "body"}, "source text has no columns"),
         ({"source": "parquet"}, r"source parquet needs data\.path"),
