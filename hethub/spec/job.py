@@ -332,6 +332,11 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
             f"{source.at(('train', 'seq_len'))} is {spec.train.seq_len}, but model '{model.name}' takes at most "
             f"{model.max_seq_len} tokens; shorten train.seq_len or choose a model with a larger max_seq_len."
         )
+    if (traced := spec.log.profile_steps) is not None and traced[0] > spec.train.steps:
+        raise BadInput(
+            f"{source.at(('log', 'profile_steps'))} is {list(traced)}, but train.steps is {spec.train.steps}, so nothing would be "
+            "traced; name steps that are trained, or remove it."
+        )
     cluster = None if spec.cluster == "detect" else load_cluster(path.parent / spec.cluster)
     _check_emulation(spec.rehearsal, cluster, source)
     return Job(spec=spec, described=model, cluster=cluster, path=path)

@@ -59,6 +59,10 @@ CASES: dict[str, tuple[dict[str, Any], Any, list[str]]] = {
     "a sink of another make": (
         {"log": {"mlflow": "ours"}}, None, ["job.yaml, line", "log.mlflow is not a known key", "tensorboard", "wandb"],
     ),
+    "steps to trace that never come": (
+        {"log": {"profile_steps": [5, 7]}}, None,
+        ["job.yaml, line", "log.profile_steps is [5, 7]", "train.steps is 4", "name steps that are trained"],
+    ),
     "a chat template that is missing": (
         {"data": CHATS}, no_template, ["tokenizer.json", "has none", "chat_template.jinja beside it", "tokenizer_config.json"],
     ),

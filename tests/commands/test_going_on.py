@@ -136,6 +136,22 @@ def test_a_run_goes_on_from_an_older_checkpoint_that_is_named(job, tmp_path):
     assert steps_of(tmp_path / "run") == [1, 2, 3]
 
 
+@pytest.mark.parametrize(("steps", "traced"), [("[1, 2]", False), ("[1, 3]", True)])
+def test_steps_to_trace_that_are_all_behind_a_resumed_run_are_told(job, tmp_path, steps, traced):
+    """Nothing was traced, and nothing said of it."""
+    begun = train(job, "--run-dir", "run", "--set", "train.steps=2", cwd=tmp_path)
+    assert begun.exit_code == 0, begun.stderr
+    ended = train(job, "--resume", "run", "--set", f"log.profile_steps={steps}", cwd=tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    told = "log.profile_steps [1, 2] lie behind the resumed step: nothing will be traced"
+    assert (told in ended.stdout, (tmp_path / "run" / "profile").exists()) == (not traced, traced)
+    if traced:
+        again = train(
+            job, "--resume", "run", "--set", f"log.profile_steps={steps}", "--set", "train.steps=7", cwd=tmp_path
+        )
+        assert "will be traced" not in again.stdout  # they have been
+
+
 @pytest.mark.parametrize("named", ["the run's", "job's", "none"])
 def test_a_model_of_another_depth_is_refused_as_such(job, tmp_path, named):
     """The run's own plan was to be given the other layers."""

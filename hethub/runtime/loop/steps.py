@@ -160,6 +160,9 @@ class StepLoop:
         if self.done:
             lines.append(f"resumed behind step {self.done}")
         lines += self.trainer.schedule.notes
+        traced, is_traced = self.job.spec.log.profile_steps, (self.folder.path / "profile").exists()
+        if traced is not None and traced[1] <= self.done < self.last and not is_traced:
+            lines.append(f"log.profile_steps {list(traced)} lie behind the resumed step: nothing will be traced")
         if self.done >= self.last:
             lines.append(f"all {self.last} steps are trained already; raise train.steps to go on")
         return lines
