@@ -114,8 +114,7 @@ class DataSpec(SourceSpec):
 
 
 class EvalSpec(Spec):
-    """When the loss on held-out samples is taken, on how many batches, and of what data. Its tokenizer and bos are the
-    job's."""
+    """When the loss on held-out samples is taken, on how many batches, and of what data."""
 
     every_steps: Count = 100  # and behind the last step
     batches: Count = 8  # global batches that an evaluation takes
@@ -255,8 +254,7 @@ class JobSpec(Spec):
     cluster: str  # a cluster file, or detect: what the ranks find
     data: DataSpec = Field(default_factory=DataSpec)
     train: TrainSpec = Field(default_factory=TrainSpec)
-    # Loss and perplexity on held-out samples while it trains; null: never.
-    eval: EvalSpec | None = None
+    eval: EvalSpec | None = None  # loss and perplexity on held-out samples while it trains; null: never
     plan: str = "auto"  # auto, another strategy, or a plan file
     constraints: ConstraintsSpec = Field(default_factory=ConstraintsSpec)
     communicator: CommunicatorSpec = Field(default_factory=CommunicatorSpec)
@@ -265,12 +263,11 @@ class JobSpec(Spec):
     rehearsal: EmulationSpec = Field(default_factory=EmulationSpec)
     profile: str | None = None  # a file made by `hethub profile`, which counts instead of estimates
     # Ranks measure themselves before a plan is made: `auto` on devices, once, unless micro-batch or profile are given;
-    # `always` each time, CPUs too.
+    # `always` each time, CPUs too, but no emulated ones.
     measure: Literal["auto", "always", "never"] = "auto"
     parity: Literal["stop", "report", "never"] = "stop"  # where makers meet: a device of each against fp64 formulas
     drift: StragglerSpec = Field(default_factory=StragglerSpec)
-    # A rank slower than planned is reported, or a new plan taken at the next checkpoint. null: reported, except on
-    # CPUs.
+    # A rank slower than planned: reported, or a new plan taken at the next checkpoint. null: reported, except on CPUs.
     replan: Literal["auto", "report", "never"] | None = None
 
 
@@ -338,7 +335,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
             "traced; name steps that are trained, or remove it."
         )
     cluster = None if spec.cluster == "detect" else load_cluster(path.parent / spec.cluster)
-    _check_emulation(spec.rehearsal, cluster, source)
+    _check_emulation(spec, cluster, source)
     return Job(spec=spec, described=model, cluster=cluster, path=path)
 
 
@@ -361,13 +358,16 @@ def _with_tokenizers(spec: JobSpec, base: Path, source: Source) -> JobSpec:
     return spec.replace(data=data, eval=evaluation) if (data, evaluation) != (spec.data, spec.eval) else spec
 
 
-def _check_emulation(rehearsal: EmulationSpec, cluster: ClusterSpec | None, source: Source) -> None:
-    if cluster is not None and (strangers := [rank for rank in rehearsal.slowdown if rank >= cluster.size]):
+def _check_emulation(spec: JobSpec, cluster: ClusterSpec | None, source: Source) -> None:
+    if spec.measure == "always" and cluster is not None and cluster.emulated:
+        said = f"{source.at(('measure',))} is always, but accelerators of cluster '{cluster.name}' are emulated"
+        raise BadInput(f"{said}, so there is nothing to measure. Remove it, or name a cluster that is not emulated.")
+    if cluster is not None and (strangers := [rank for rank in spec.rehearsal.slowdown if rank >= cluster.size]):
         raise BadInput(
             f"{source.at(('rehearsal', 'slowdown'))} names rank {strangers[0]}, but cluster '{cluster.name}' has "
             f"{cluster.size} accelerators; name ranks from 0 to {cluster.size - 1}."
         )
-    given = next((key for key, value in rehearsal.to_dict().items() if value), None)
+    given = next((key for key, value in spec.rehearsal.to_dict().items() if value), None)
     if given is not None and (cluster is None or not cluster.emulated):
         whose = "the ranks' own, by cluster: detect," if cluster is None else f"of cluster '{cluster.name}'"
         raise BadInput(

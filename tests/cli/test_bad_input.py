@@ -164,6 +164,10 @@ CASES = {
         {"rehearsal": {"time_scale": 2}, "cluster_name": "detect"},
         ["rehearsal.time_scale is for clusters marked `emulated: true`", "cluster: detect"],
     ),
+    "measurements of accelerators that are emulated": (
+        {"measure": "always", "cluster": {"emulated": True}},
+        ["job.yaml, line", "measure is always", "cluster 'two-makers' are emulated", "Remove it"],
+    ),
     "an unknown relay": ({"communicator": {"relay": "carrier-pigeon"}}, ["communicator.relay", "carrier-pigeon"]),
 }
 
