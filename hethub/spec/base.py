@@ -55,7 +55,7 @@ _MISPLACED = (
 def _misplaced(value: Any, annotation: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
     """Where a boolean stands, though what the annotation describes has none there: pydantic counts it as 1 or 0."""
     if isinstance(value, bool):
-        if not _mentions_bool(annotation) and _spec_in(annotation) is None:
+        if annotation is not type(None) and not _mentions_bool(annotation) and _spec_in(annotation) is None:
             yield path
     elif isinstance(value, list):
         for place, item in enumerate(value):
@@ -162,6 +162,7 @@ def _sentence(fault: Any, cls: type[Spec], source: Source, prefix: KeyPath) -> s
 _SHAPES = {
     **dict.fromkeys(("model_type", "dict_type"), "input should be a mapping of keys to values"),
     **dict.fromkeys(("tuple_type", "list_type"), "input should be a list"),
+    "none_required": "hethub has nothing of the kind; leave it out",  # a key that is reserved
     "int_parsing": "input should be a whole number in digits (10000; YAML takes 1e4 for text)",
 }
 

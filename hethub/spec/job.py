@@ -221,8 +221,7 @@ class LogSpec(Spec):
     every_steps: Count = 1  # a line on the terminal and in log.txt for so many
     tensorboard: bool = False  # events in the run folder
     wandb: str | None = None  # the project at Weights & Biases
-    # the first and last step that torch.profiler traces, on every rank
-    profile_steps: tuple[Count, Count] | None = None
+    profile_steps: tuple[Count, Count] | None = None  # first and last step that torch.profiler traces, on every rank
 
     @model_validator(mode="after")
     def _profile_ascends(self) -> "LogSpec":
@@ -269,6 +268,7 @@ class JobSpec(Spec):
     drift: StragglerSpec = Field(default_factory=StragglerSpec)
     # A rank slower than planned: reported, or a new plan taken at the next checkpoint. null: reported, except on CPUs.
     replan: Literal["auto", "report", "never"] | None = None
+    lora: None = None  # reserved: there is no LoRA, every weight is trained
 
 
 @dataclass(frozen=True, kw_only=True)

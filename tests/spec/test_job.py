@@ -49,12 +49,17 @@ def test_the_defaults_are_those_of_the_format(folder: Path) -> None:
         "log": {"every_steps": 1, "tensorboard": False, "wandb": None, "profile_steps": None},
         "rehearsal": {"time_scale": None, "slowdown": {}},
         "profile": None, "measure": "auto", "parity": "stop", "drift": {"threshold": 0.2, "steps": 5}, "replan": None,
+        "lora": None,
     }  # fmt: skip
     assert job.model.name == "m"
     assert job.cluster is not None
     assert job.cluster.size == 8
     assert job.plan_path is None
     assert JobSpec.model_validate(job.spec.to_dict()) == job.spec
+
+
+def test_lora_may_be_null_alone(folder: Path) -> None:
+    assert load_job(write_job(folder, lora=None)).spec == load_job(write_job(folder)).spec
 
 
 def test_paths_are_relative_to_the_job_and_a_plan_may_be_a_file(folder: Path) -> None:
@@ -112,6 +117,8 @@ def test_a_wrong_override_is_named(folder: Path, override: str, expected: str) -
         ({"communicator": {"wire": "fp4"}}, "communicator.wire is 'fp4'"),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep is 0"),
         ({"constraints": {"reserve": 1.5}}, "constraints.reserve is 1.5"),
+        ({"lora": {"rank": 16}}, r"line 3: lora is {'rank': 16}, but hethub has nothing of the kind; leave it out"),
+        ({"lora": False}, "lora is false, but hethub has nothing of the kind"),
         ({"model": "nowhere.yaml"}, r"nowhere\.yaml: there is no such model file"),
         ({"cluster": "nowhere.yaml"}, r"nowhere\.yaml: there is no such cluster file"),
     ],
