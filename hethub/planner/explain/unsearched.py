@@ -28,9 +28,14 @@ _ALWAYS = (
     ),
     Unsearched(
         "chunks.other",
-        "numbers of chunks other than 2, 4 and 8 (interleaved), 4 and 16 (ministages), except as the zorse family has them",
+        "interleaved, numbers of chunks that do not cut every stage evenly, except 2, 4 and 8 where none does; under ministages, "
+        "others than 4 and 16, except as the zorse family has them",
     ),
-    Unsearched("ranks.unused", "plans that leave accelerators unused, except all of a device type, the slowest first"),
+    Unsearched(
+        "ranks.unused",
+        "plans that leave accelerators unused, except all of a device type: where nothing fits, of "
+        "the smallest, then of the slowest",
+    ),
     Unsearched(
         "stages.scattered",
         "stages whose accelerators are not consecutive where device types stand by speed or by memory, except on five units or "

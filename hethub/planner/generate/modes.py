@@ -4,8 +4,9 @@ A mode is looked at where no cheaper one leaves room: what shards or offloads mo
 modes of a cut form a ladder, climbed for many cuts at once until something fits.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 from typing import NamedTuple
 
 from hethub.planner.candidate.candidate import Candidate, Pattern
@@ -24,7 +25,8 @@ OFFLOADS: tuple[tuple[Offload, ...], ...] = (
     ("activations", "optimizer", "parameters"),
 )
 GAIN = 1.25  # times: the first mode over the others of a cut, by estimate; ZeRO 3 takes up to 22 % less
-CHUNKS = {"interleaved": (2, 4, 8), "ministages": (4, 16)}  # of a stage
+UNEVEN = (2, 4, 8)  # chunks of a stage, interleaved, where no number of them cuts all stages evenly
+MINISTAGES = (4, 16)
 
 
 class Rung(NamedTuple):
@@ -115,15 +117,21 @@ def rungs(problem: Problem) -> list[Rung]:
 
 
 def patterns(problem: Problem, candidate: Candidate) -> list[Pattern]:
-    """The schedules of a candidate's stages, each with every number of chunks by powers of two. Layer by layer only
-    one stage makes sense: others would wait for all layers but their own."""
-    few, several = min(stage.layers for stage in candidate.stages), len(candidate.stages) > 1
+    """The schedules of a candidate's stages, interleaved with every number of chunks that cuts all of them evenly. Layer
+    by layer only one stage makes sense: others would wait for all layers but their own."""
+    layers, several = [stage.layers for stage in candidate.stages], len(candidate.stages) > 1
     found = []
     for schedule in problem.schedules:
         if schedule == "ministages" or (schedule == "interleaved" and several):
-            found += [Pattern(schedule, chunks) for chunks in CHUNKS[schedule] if chunks <= few]
+            numbers = MINISTAGES if schedule == "ministages" else _even_chunks(layers) or UNEVEN
+            found += [Pattern(schedule, chunks) for chunks in numbers if chunks <= min(layers)]
         elif several != (schedule == "layered") and schedule != "interleaved":
             found.append(Pattern(schedule))
         elif schedule == "1f1b" or problem.schedules == ("gpipe",) or problem.schedules == ("zero_bubble",):
             found.append(Pattern(schedule))  # of one stage the same
     return found
+
+
+def _even_chunks(layers: Sequence[int]) -> list[int]:
+    most = gcd(*layers)
+    return [chunks for chunks in range(2, most + 1) if most % chunks == 0]

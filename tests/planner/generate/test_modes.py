@@ -1,0 +1,18 @@
+"""The modes that the stages of a cut may take."""
+
+import pytest
+
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.generate.modes import patterns
+from tests.planner.problems import mixed
+
+ALONE = ReplicaGroup(0, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "chunks"), [((20, 20), {2, 4, 5, 10, 20}), ((12, 8), {2, 4}), ((5, 7), {2, 4}), ((1, 3), set())]
+)
+def test_interleaved_chunks_are_even_where_they_can_be(layers: tuple[int, int], chunks: set[int]) -> None:
+    """A published recipe of five chunks of four layers was faster than what powers of two had."""
+    candidate = Candidate(tuple(CandidateStage(own, (ALONE,)) for own in layers))
+    assert {own.chunks for own in patterns(mixed(), candidate) if own.schedule == "interleaved"} == chunks
