@@ -80,7 +80,8 @@ class CheckpointFolder:
                 try:
                     write(partial)
                 except CheckpointException as error:
-                    raise _failed(what, {rank: cause for rank, (cause, _) in error.failures.items()}) from error
+                    causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+                    raise self._failed(what, causes) from error
                 files = self._everywhere(what, lambda: finish(partial))
                 self._everywhere(what, lambda: self._complete(partial, files))
             except RunFailed:  # all ranks have told, so none writes there any more
@@ -127,13 +128,20 @@ class CheckpointFolder:
         own: tuple[Result | None, str | None]
         try:
             own = action(), None
-        except OSError as error:
-            own = None, str(error)
+        except Exception as error:  # noqa: BLE001  whatever it is, the others wait for this rank's word
+            own = None, str(error) if isinstance(error, OSError | RunFailed) else f"{type(error).__name__}: {error}"
         answers: list[Any] = [None] * self._world.size
         dist.all_gather_object(answers, own, group=self._group)
         if failures := {rank: fault for rank, (_, fault) in enumerate(answers) if fault is not None}:
-            raise _failed(what, failures)
+            raise self._failed(what, failures)
         return [result for result, _ in answers]
+
+    def _failed(self, what: str, failures: dict[int, Any]) -> RunFailed:
+        causes = "; ".join(f"rank {rank}: {cause}" for rank, cause in failures.items())
+        return RunFailed.everywhere(
+            self._world.rank,
+            f"{what} could not be written: {causes}. What was complete before is untouched; this one is removed.",
+        )
 
     def latest(self, step: int | None = None) -> Path | None:
         """The newest whole checkpoint, or that of `step`, the same on all ranks; None where there is none at all.
@@ -189,6 +197,11 @@ class CheckpointManager(CheckpointFolder):
         if blocking:
             self.wait()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last save has ended without a checkpoint; `wait` raises why."""
+        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
+
     def wait(self) -> None:
         """Returns when no save is under way. Raises RunFailed where one failed."""
         if self._writing is not None:
@@ -240,10 +253,3 @@ def _optimizer_chunks(optimizer: Optimizer) -> Iterator[Chunk]:
         if not optimizer.keeps_masters:
             del state[WEIGHTS]
         yield from owned_chunks(run, state)
-
-
-def _failed(what: str, failures: dict[int, Any]) -> RunFailed:
-    causes = "; ".join(f"rank {rank}: {cause}" for rank, cause in failures.items())
-    return RunFailed(
-        f"{what} could not be written: {causes}. What was complete before is untouched; this one is removed."
-    )

@@ -5,10 +5,12 @@ who waits for whom in a collective) is what the real schedule and the real messa
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
+from typing import Any
 
+from hethub.communicator import World
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
@@ -214,3 +216,10 @@ def round_up(value: float) -> float:
     """`value` rounded up to two digits."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return math.ceil(value / unit) * unit
+
+
+def kept_pace(world: World, time_scale: float, paces: Sequence[StepPace]) -> dict[str, Any]:
+    """How much of the emulated time of these steps, by rank, real work came too late for; all ranks ask."""
+    overrun = 100.0 * sum(pace.overrun_seconds for pace in paces) / sum(pace.emulated_seconds for pace in paces)
+    rows: list[float] = world.all_gather_objects(overrun)
+    return {"time_scale": time_scale, "overrun_percent": max(rows), "overrun_percent_by_rank": rows}

@@ -118,7 +118,6 @@ class Replanner:
         """At a checkpoint, the plan to go on with, the same on every rank; None where the present one stays."""
         if self._job.spec.replan != "auto" or not self._is_due:
             return None
-        self._is_due = False
         own = None
         if self._remedy is not None and self._remedy.gain_percent >= WORTHWHILE_PERCENT:
             own = {
@@ -126,4 +125,5 @@ class Replanner:
                 "prediction": self._remedy.prediction.to_dict(),
             }  # fmt: skip
         found: dict[str, Any] | None = world.all_gather_objects(own)[0]
+        self._is_due = found is not None  # until it is followed
         return found

@@ -18,6 +18,7 @@ class StepOutcome:
     grad_norm: float | None  # None where fp16 overflowed
     memory_bytes: int  # of the rank with the most
     stop_requested: bool
+    save_failed: bool  # any rank's last checkpoint
     # By rank, what it computed by kind of action, the last update in place of this step's; None where nobody looked.
     busy_seconds: tuple[dict[str, float] | None, ...]
 
@@ -29,6 +30,7 @@ def gather_outcome(
     square_sum: float,
     memory_bytes: int,
     stop_requested: bool,
+    save_failed: bool = False,
     busy_seconds: dict[str, float] | None,
     loss_scale: float,
 ) -> StepOutcome:
@@ -36,10 +38,10 @@ def gather_outcome(
 
     Loss (0.0 on ranks that do not speak for it) and squares of gradients come multiplied by `loss_scale`.
     """
-    own = [loss, square_sum, memory_bytes, stop_requested, busy_seconds]
-    losses, squares, memory, stops, busy = zip(*world.all_gather_objects(own), strict=True)
+    own = [loss, square_sum, memory_bytes, stop_requested, save_failed, busy_seconds]
+    losses, squares, memory, stops, failed, busy = zip(*world.all_gather_objects(own), strict=True)
     return StepOutcome(
-        ordered_sum(losses) / loss_scale, global_norm(squares, loss_scale), max(memory), any(stops), busy
+        ordered_sum(losses) / loss_scale, global_norm(squares, loss_scale), max(memory), any(stops), any(failed), busy
     )
 
 

@@ -13,6 +13,7 @@ from hethub.communicator import World
 from hethub.predictor.cost.profile import ProfileSpec, assumed_speeds
 from hethub.predictor.pipeline.timeline import Span
 from hethub.runtime.checkpoint import CheckpointManager
+from hethub.runtime.emulate.pace import kept_pace
 from hethub.runtime.loop.build import BUILDING_SECONDS, make_trainer
 from hethub.runtime.loop.display import TrainingDisplay
 from hethub.runtime.loop.plan import Planned
@@ -34,6 +35,7 @@ from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.plan import PlanSpec
 
 TRACED_STEPS = 3  # the last steps of a run, kept for its trace
+RETRIES = 10  # of a failed checkpoint, before the next one is due
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +104,10 @@ class StepLoop:
         """Seconds of a step that took so many."""
         return seconds
 
-    def _note(self, step: int, outcome: StepOutcome, display: TrainingDisplay) -> None:
+    def _note(self, step: int, outcome: StepOutcome) -> None:
         """After a step's line."""
 
-    def _saved(self, step: int, display: TrainingDisplay) -> None:
+    def _saved(self, step: int) -> None:
         """After a checkpoint behind which the run goes on."""
 
     # -- what all do -----------------------------------------------------------------------------------------------
@@ -123,23 +125,19 @@ class StepLoop:
         came too early."""
         first, stopped, step = self.done + 1, False, self.done
         log = self.job.spec.log
-        display = TrainingDisplay(
+        self._display = TrainingDisplay(
             first, self.last, every=log.every_steps, num_ranks=self.world.size, shows=self._speaks, items=self.items
         )
         notes = self._open() if self._speaks else []
-
-        def warn(text: str) -> None:
-            self._say(text, display)
-
-        self._profiler = StepProfiler(log.profile_steps, self.folder.path, self.world.rank, warn)
+        self._profiler = StepProfiler(log.profile_steps, self.folder.path, self.world.rank, self._say)
         wanted = log if self._speaks else LogSpec()
-        self._sinks = Sinks(wanted, self.folder.path, self.job.spec.to_dict(), warn)
-        with StopSignal(speaks=self._speaks) as signals, display, self._sinks:
+        self._sinks = Sinks(wanted, self.folder.path, self.job.spec.to_dict(), self._say)
+        with StopSignal(speaks=self._speaks) as signals, self._display, self._sinks:
             for line in self._opening([*warnings, *notes], told):
-                self._say(line, display)
+                self._say(line)
             with self._saving():
                 for step in range(first, self.last + 1):
-                    stopped = self._step(step, signals, display)
+                    stopped = self._step(step, signals)
                     if stopped:
                         break
         return step, stopped and step < self.last
@@ -167,13 +165,13 @@ class StepLoop:
             lines.append(f"all {self.last} steps are trained already; raise train.steps to go on")
         return lines
 
-    def _say(self, text: str, display: TrainingDisplay) -> None:
+    def _say(self, text: str) -> None:
         """To whoever watches, and to log.txt."""
-        display.say(text)
+        self._display.say(text)
         if self._speaks:
             self.folder.log(text)
 
-    def _step(self, step: int, signals: StopSignal, display: TrainingDisplay) -> bool:
+    def _step(self, step: int, signals: StopSignal) -> bool:
         self._profiler.before(step)
         start = monotonic()
         outcome = self.trainer.run_step(step, stop_requested=lambda: signals.requested)
@@ -182,25 +180,29 @@ class StepLoop:
         self._seconds.append(seconds)
         ends = outcome.stop_requested or step == self.last
         self._profiler.behind(step, ends=ends, complete=self.trainer.flush)
-        held_out = self._evaluate(step, display)
+        held_out = self._evaluate(step)
         if self._speaks:
             metrics = self.trainer.metrics(step, outcome, seconds, self._predicted_seconds)
             metrics = metrics if held_out is None else metrics.with_evaluation(held_out)
-            self._show(replace(metrics, mfu=self._mfu(seconds)), display)
-        self._note(step, outcome, display)
-        every = self.job.spec.checkpoint.every_steps
-        if ends or (every is not None and step % every == 0):
+            self._show(replace(metrics, mfu=self._mfu(seconds)))
+        self._note(step, outcome)
+        if ends or self._is_due(step):
             text = self._save(step, ends=ends)
             if self._speaks:
                 self.folder.log(text)
             if not ends:
-                self._saved(step, display)
+                self._saved(step)
         return bool(outcome.stop_requested)
 
-    def _show(self, metrics: StepMetrics, display: TrainingDisplay) -> None:
+    def _is_due(self, step: int) -> bool:
+        """Whether a checkpoint is, though the run goes on."""
+        every = self.job.spec.checkpoint.every_steps
+        return every is not None and step % every == 0
+
+    def _show(self, metrics: StepMetrics) -> None:
         """A step's line wherever it goes: sinks have evaluations from there alone, so these go there whenever they are."""
         self.folder.append(metrics)
-        line = display.step(metrics)
+        line = self._display.step(metrics)
         if line is not None:
             self.folder.log(line)
         if line is not None or metrics.eval_loss is not None:
@@ -211,7 +213,7 @@ class StepLoop:
         predicted = self._prediction["mfu"]
         return None if predicted is None else float(predicted) * self._predicted_seconds / seconds
 
-    def _evaluate(self, step: int, display: TrainingDisplay) -> float | None:
+    def _evaluate(self, step: int) -> float | None:
         """The loss on held-out samples, where the job wants it behind this step."""
         wanted = self.job.spec.eval
         if self.data is None or self.data.held_out is None or wanted is None:
@@ -219,7 +221,7 @@ class StepLoop:
         if step % wanted.every_steps and step != self.last:
             return None
         loss: float = self.trainer.evaluate(self.data.held_out, wanted.batches)
-        self._say(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity(loss):.6g}", display)
+        self._say(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity(loss):.6g}")
         return loss
 
     def _ended(self, last_step: int, stopped: bool) -> dict[str, Any]:
@@ -252,6 +254,7 @@ class TrainingLoop(StepLoop):
         self.planned, self.trainer, self.store = planned, trainer, store
         self._replanner = make_replanner(job, world.device, planned.layout, planned.profile)
         self._begun = done  # the step behind which the present trainer began
+        self._is_unsaved = False  # the newest checkpoint has failed
         self._spans: list[Iterable[Span]] = []
         self._paces: list[StepPace] = []
 
@@ -300,30 +303,51 @@ class TrainingLoop(StepLoop):
     def _elapsed(self, seconds: float) -> float:
         return self.trainer.pace.seconds(seconds)
 
-    def _note(self, step: int, outcome: StepOutcome, display: TrainingDisplay) -> None:
+    def _note(self, step: int, outcome: StepOutcome) -> None:
         if self.trainer.step_pace is not None:
             self._paces.append(self.trainer.step_pace)
+        if outcome.save_failed:
+            self._is_settled()
         self._spans = [*self._spans[-TRACED_STEPS + 1 :], self.trainer.spans]
         if self._replanner is not None and step - self._begun > SETTLING_STEPS:
             for row in self._replanner.note(step, outcome.busy_seconds, plans=self._speaks):
-                self._say(row["text"], display)
+                self._say(row["text"])
                 if self._speaks:
                     self.folder.append_straggler(row)
 
+    def _is_due(self, step: int) -> bool:
+        every = self.job.spec.checkpoint.every_steps or 1
+        return super()._is_due(step) or (self._is_unsaved and step % max(1, every // RETRIES) == 0)
+
     def _save(self, step: int, *, ends: bool) -> str:
-        self.trainer.save(self.store, step, blocking=ends)
-        return f"checkpoint of step {step}{'' if ends else ' begun'}"
+        """Behind a failed one it is complete on return as well. Raises RunFailed where it fails though it is its turn."""
+        blocking = not self._is_settled() or ends
+        try:
+            self.trainer.save(self.store, step, blocking=blocking)
+        except RunFailed as error:
+            if ends or super()._is_due(step) or not error.agreed:
+                raise
+            return str(error)
+        self._is_unsaved = False
+        return f"checkpoint of step {step}{'' if blocking else ' begun'}"
 
-    def _saved(self, step: int, display: TrainingDisplay) -> None:
-        self._replan(step, display)
+    def _is_settled(self) -> bool:
+        """Waits for the checkpoint under way; whether the newest one stands. Where it has failed, the run goes on."""
+        try:
+            self.store.wait()
+        except RunFailed as error:
+            if not error.agreed:
+                raise
+            self._is_unsaved = True
+            self._say(f"warning: {error} Training goes on and tries again; it ends where the next due one fails, too.")
+        return not self._is_unsaved
 
-    def _replan(self, step: int, display: TrainingDisplay) -> None:
+    def _saved(self, step: int) -> None:
         """Goes on from the checkpoint just begun under a better plan, where ranks turned out slower and the job wants
         it."""
         found = self._replanner.chosen(self.world) if self._replanner is not None else None
-        if self._replanner is None or found is None:
+        if self._replanner is None or found is None or not self._is_settled():
             return
-        self.store.wait()
         self.world.barrier()
         pace, data = self._drop_trainer(), self.data
         assert data is not None
@@ -336,7 +360,7 @@ class TrainingLoop(StepLoop):
         self.world.all_gather_objects(None, timedelta(seconds=BUILDING_SECONDS))
         self._replanner.follow(layout)
         self._begun, self._spans, self._seconds, self._paces = step, [], [], []
-        self._say(f"step {step}: goes on under a new plan, predicted {found['step_seconds']:.4g} s a step", display)
+        self._say(f"step {step}: goes on under a new plan, predicted {found['step_seconds']:.4g} s a step")
         if self._speaks:
             self.folder.write_plan(self.job, layout, prediction)
             self.folder.append_straggler({"step": step, "text": "new plan", "prediction": prediction})
@@ -357,7 +381,8 @@ class TrainingLoop(StepLoop):
         ]
         rows = self.world.all_gather_objects(spans)
         counters = self.world.all_gather_objects(self.world.counters())
-        emulation = self._emulation()
+        scale, paces = self.trainer.pace.time_scale, self._paces[SETTLING_STEPS:] or self._paces
+        emulation = None if scale is None else kept_pace(self.world, scale, paces)
         if not self._speaks:
             return None
         self.folder.write_counters(counters)
@@ -372,17 +397,3 @@ class TrainingLoop(StepLoop):
             emulation=emulation,
             spans=[Span(*span) for row in rows for span in row],
         )
-
-    def _emulation(self) -> dict[str, Any] | None:
-        """How much of the emulated time, by rank, real work came too late for; None where nothing is emulated."""
-        if self.trainer.pace.time_scale is None:
-            return None
-        settled = self._paces[SETTLING_STEPS:] or self._paces
-        emulated = sum(pace.emulated_seconds for pace in settled)
-        overrun = 100.0 * sum(pace.overrun_seconds for pace in settled) / emulated
-        rows: list[float] = self.world.all_gather_objects(overrun)
-        return {
-            "time_scale": self.trainer.pace.time_scale,
-            "overrun_percent": max(rows),
-            "overrun_percent_by_rank": rows,
-        }

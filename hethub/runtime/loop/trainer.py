@@ -58,6 +58,7 @@ class TrainingRank:
         self.loss_scale = LossScale(layout.plan.precision)
         self.warnings: list[str] = []  # of what was restored
         self.updates = 0  # steps taken; fewer than steps trained where fp16 skipped some
+        self._checkpoints: CheckpointManager | None = None  # that was asked to save last
         self._state = StateMap(layout)
         verify_owners(world, self._state)
         self._reporter = StepReporter(world, layout)
@@ -123,6 +124,7 @@ class TrainingRank:
                 self.world,
                 loss=loss,
                 stop_requested=stop_requested(),
+                save_failed=self._checkpoints is not None and self._checkpoints.has_failed,
                 square_sum=self._square_sum(),
                 memory_bytes=self.memory_bytes,
                 busy_seconds=self.pace.take_busy_seconds(),
@@ -176,6 +178,7 @@ class TrainingRank:
     def save(self, checkpoints: CheckpointManager, step: int, *, blocking: bool) -> None:
         """Saves the state behind `step`; training may go on as soon as this returns."""
         self.flush()
+        self._checkpoints = checkpoints
         extra = LoopState(
             step=step,
             seed=self.train.seed,

@@ -40,7 +40,9 @@ class Hollow(Device):
 
 
 def outcome(*args: Any, **known: Any) -> StepOutcome:
-    return StepOutcome(loss=1.0, grad_norm=2.0, memory_bytes=0, stop_requested=False, busy_seconds=(None,))
+    return StepOutcome(
+        loss=1.0, grad_norm=2.0, memory_bytes=0, stop_requested=False, save_failed=False, busy_seconds=(None,)
+    )
 
 
 def install(world: World) -> None:

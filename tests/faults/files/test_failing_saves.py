@@ -1,0 +1,89 @@
+"""Checkpoints that fail in the background, on two ranks: said at once, tried again, and the end only where that fails."""
+
+import errno
+import functools
+import json
+import os
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hethub.runtime.checkpoint import CheckpointManager
+from hethub.runtime.loop.trainer import Trainer
+from tests.support.command import Ended, ranks
+from tests.support.job_files import write_pair_job
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return write_pair_job(tmp_path / "job", train={"steps": 8}, checkpoint={"every_steps": 4, "keep": 3})
+
+
+def fail_on_rank_1(error: Exception, failing: range, rank: int) -> None:
+    """The saves of these steps fail there. A step takes until the save before it has ended, so that a failure is known in
+    the step behind the one that was to be saved."""
+    finish, save, run_step = CheckpointManager._finish_files, CheckpointManager.save, Trainer.run_step
+    writing: list[Any] = []
+
+    def finish_files(self: Any, partial: Path, record: Any) -> Any:
+        if record.step in failing:
+            raise error
+        return finish(self, partial, record)
+
+    def remembered(self: Any, *arguments: Any, **more: Any) -> None:
+        save(self, *arguments, **more)
+        writing[:] = [future for future in [self._writing] if future is not None]
+
+    def patient(self: Any, step: int, **more: Any) -> Any:
+        wait(writing)
+        return run_step(self, step, **more)
+
+    Trainer.run_step = patient  # type: ignore[method-assign]
+    CheckpointManager.save = remembered  # type: ignore[method-assign]
+    if rank == 1:
+        CheckpointManager._finish_files = finish_files  # type: ignore[method-assign]
+
+
+def train(job: Path, error: Exception, failing: range) -> tuple[list[Ended], list[str]]:
+    """How both ranks ended, and what log.txt says behind its times."""
+    run, hook = job.parent / "run", functools.partial(fail_on_rank_1, error, failing)
+    ended = ranks(2, "train", job, "--run-dir", run, cwd=job.parent, hook=hook)
+    return ended, [line.split(" ", 2)[2] for line in (run / "log.txt").read_text().splitlines()]
+
+
+def position(lines: list[str], *begins: str) -> list[int]:
+    return [next(number for number, line in enumerate(lines) if line.startswith(begin)) for begin in begins]
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/shared/__1_0.distcp")
+
+
+def test_a_failed_save_is_said_at_the_next_step_and_tried_again(job: Path) -> None:
+    ended, log = train(job, FULL, range(4, 5))
+    assert [rank.exit_code for rank in ended] == [0, 0], ended[0].stderr
+    warning = (
+        "warning: checkpoint of step 4 could not be written: rank 1: [Errno 28] No space left on device: '/shared/__1_0"
+    )
+    assert sum(warning in line for line in ended[0].stdout.splitlines()) == 1
+    places = position(log, "step 5/8", warning, "checkpoint of step 5", "step 6/8", "checkpoint of step 8")
+    assert places == sorted(places)
+    checkpoints = job.parent / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-5", "step-8"]
+
+
+@pytest.mark.parametrize("error", [FULL, MemoryError("no room for the checksums")])
+def test_a_save_that_fails_for_good_ends_the_run_when_the_next_is_due(job: Path, error: Exception) -> None:
+    ended, log = train(job, error, range(4, 100))
+    assert [rank.exit_code for rank in ended] == [1, 1]
+    (said,) = ended[0].paragraphs
+    cause = "No space left" if isinstance(error, OSError) else "MemoryError: no room for the checksums"
+    assert said.startswith("hethub: checkpoint of step 8 could not be written: rank 1: ")
+    assert cause in said
+    failed = [line.removeprefix("warning: ")[:20] for line in log if "could not be written" in line]
+    assert failed == [f"checkpoint of step {step}" for step in (4, 5, 6, 7)]
+    assert [line.startswith("warning") for line in log if "could not be written" in line] == [True, False, False, False]
+    rows = (job.parent / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == list(range(1, 9))
+    assert not list((job.parent / "run" / "checkpoints").iterdir())  # nothing takes the room that is needed
