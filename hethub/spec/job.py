@@ -266,7 +266,8 @@ class JobSpec(Spec):
     measure: Literal["auto", "always", "never"] = "auto"
     parity: Literal["stop", "report", "never"] = "stop"  # where makers meet: a device of each against fp64 formulas
     drift: StragglerSpec = Field(default_factory=StragglerSpec)
-    # A rank slower than planned: reported, or a new plan taken at the next checkpoint. null: reported, except on CPUs.
+    # A rank slower than planned: reported, or a new plan taken at the next checkpoint. never: ranks are not timed. null:
+    # reported, except on CPUs.
     replan: Literal["auto", "report", "never"] | None = None
     lora: None = None  # reserved: there is no LoRA, every weight is trained
 

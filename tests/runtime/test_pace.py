@@ -1,11 +1,15 @@
 """A real device's pace: what it times, and which updates count with which step."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from hethub.kernels import device as device_layer
 from hethub.kernels.device import Clock, Device
-from hethub.runtime.pace import WatchedPace
+from hethub.runtime.loop.build import _pace
+from hethub.runtime.pace import Pace, WatchedPace
 from hethub.runtime.pipeline.spans import SpanLog
 from hethub.spec.layout.execution import Action, Kind
 
@@ -114,3 +118,15 @@ def test_events_far_apart_are_told_from_a_new_anchor(monkeypatch):
     late = clock.stamp()
     assert clock.seconds(late) == gpu.host
     assert late.anchored_at == gpu.host
+
+
+@pytest.mark.parametrize(
+    ("replan", "vendor", "pace"),
+    [("never", "nvidia", Pace), (None, "nvidia", WatchedPace), ("report", "cpu", WatchedPace), (None, "cpu", Pace)],
+)
+def test_nothing_is_timed_where_nobody_watches_for_slow_ranks(replan, vendor, pace):
+    job: Any = SimpleNamespace(spec=SimpleNamespace(replan=replan))
+    world: Any = SimpleNamespace(device=Device(vendor=vendor))
+    layout: Any = SimpleNamespace(cluster=SimpleNamespace(emulated=False))
+    dataset: Any = None
+    assert type(_pace(world, job, dataset, layout, None, 1.0)) is pace

@@ -12,6 +12,7 @@ from hethub.runtime.emulate.cluster_network import ClusterNetwork
 from hethub.runtime.emulate.pace import emulated_pace
 from hethub.runtime.emulate.world import EmulatedWorld, connect_emulated
 from hethub.runtime.launch.consensus import consensus
+from hethub.runtime.loop.replanning import is_watched
 from hethub.runtime.loop.trainer import Trainer, TrainingRank
 from hethub.runtime.measure.profiler import warm_up
 from hethub.runtime.pace import Pace, WatchedPace
@@ -92,9 +93,9 @@ def _pace(
     profile: ProfileSpec | None,
     predicted_seconds: float,
 ) -> Pace:
-    """As fast as the ranks can, or in an emulation as fast as the emulated accelerators."""
+    """As fast as the ranks can, timed only where slow ranks are watched for; or as fast as emulated accelerators."""
     if not isinstance(world, EmulatedWorld):
-        return WatchedPace(world.device)
+        return WatchedPace(world.device) if is_watched(job, world.device, layout.cluster) else Pace()
     return emulated_pace(
         layout, world, job.spec.rehearsal, predicted_seconds,
         lambda pace: make_trainer(layout, world, job, dataset, pace).run_step, profile,

@@ -19,17 +19,21 @@ from hethub.runtime.measure.straggler import (
     find_remedy,
     name_of,
 )
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job
 from hethub.spec.layout.bind import Layout
 
 
+def is_watched(job: Job, device: Device, cluster: ClusterSpec) -> bool:
+    """Whether ranks slower than planned are watched for: not where the job says so, nor on CPUs unless it asks."""
+    shares_cores = not device.is_gpu and not cluster.emulated
+    return job.spec.replan != "never" and not (job.spec.replan is None and shares_cores)
+
+
 def make_replanner(job: Job, device: Device, layout: Layout, profile: ProfileSpec | None) -> "Replanner | None":
-    """Who watches for ranks slower than planned; nobody where the job says so, and on CPUs unless it asks."""
-    shares_cores = not device.is_gpu and not layout.cluster.emulated
-    if job.spec.replan == "never" or (job.spec.replan is None and shares_cores):
-        return None
-    return Replanner(job, layout, profile)
+    """Who watches for ranks slower than planned; None where nobody does."""
+    return Replanner(job, layout, profile) if is_watched(job, device, layout.cluster) else None
 
 
 class Replanner:
