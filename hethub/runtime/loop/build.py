@@ -1,5 +1,6 @@
 """Build: from a plan to connected ranks, each with a trainer that has its initial weights. Nothing is written yet."""
 
+from datetime import timedelta
 from typing import Any
 
 from hethub.communicator import Rendezvous, World, connect
@@ -76,6 +77,14 @@ def make_trainer(layout: Layout, world: World, job: Job, dataset: Dataset, pace:
     if world.rank in layout.plan.unused:
         return TrainingRank(layout, world, dataset, job.spec.train, pace=pace)
     return Trainer(layout, world, dataset, job.spec.train, document_mask=job.spec.data.document_mask, pace=pace)
+
+
+def rebuild(layout: Layout, world: World, job: Job, dataset: Dataset, pace: Pace) -> TrainingRank:
+    """This rank's trainer under another plan of the run, whose weights are still to come."""
+    _warm_up(world, layout, job.spec.data.document_mask)
+    # Some ranks compile for longer than the others would wait for a message.
+    world.all_gather_objects(None, timedelta(seconds=BUILDING_SECONDS))
+    return make_trainer(layout, world, job, dataset, pace)
 
 
 def _warm_up(world: World, layout: Layout, document_mask: bool) -> None:

@@ -14,7 +14,7 @@ from hethub.predictor.cost.profile import ProfileSpec, assumed_speeds
 from hethub.predictor.pipeline.timeline import Span
 from hethub.runtime.checkpoint import CheckpointManager
 from hethub.runtime.emulate.pace import kept_pace
-from hethub.runtime.loop.build import BUILDING_SECONDS, make_trainer
+from hethub.runtime.loop.build import BUILDING_SECONDS, rebuild
 from hethub.runtime.loop.display import TrainingDisplay
 from hethub.runtime.loop.plan import Planned
 from hethub.runtime.loop.read import Data
@@ -354,7 +354,7 @@ class TrainingLoop(StepLoop):
         layout = bind(PlanSpec.model_validate(found["plan"]), self.job.model, self.planned.layout.cluster)
         prediction = {"strategy": "replanned", **found["prediction"]}
         self.planned = replace(self.planned, layout=layout, prediction=prediction)
-        self.trainer = make_trainer(layout, self.world, self.job, data.training, pace.on(layout))
+        self.trainer = rebuild(layout, self.world, self.job, data.training, pace.on(layout))
         self.trainer.restore(self.store, self.store.path_of(step))
         # Ranks read unequal amounts; in a step they would wait for the slowest of them no longer than for a message.
         self.world.all_gather_objects(None, timedelta(seconds=BUILDING_SECONDS))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hethub.predictor import LayerCost
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.runtime.checkpoint import CheckpointManager
-from hethub.runtime.loop import replanning
+from hethub.runtime.loop import build, replanning
 from hethub.runtime.loop.replanning import Replanner
 from hethub.runtime.loop.trainer import Trainer
 from hethub.runtime.measure.rank_times import planned_seconds
@@ -252,9 +252,16 @@ def test_a_trainer_is_gone_before_the_next_is_built(replanned):
     assert "built beside 0 of 6" in ended.stdout  # after the emulation's trial and the plan at the start
 
 
-def restores_slowly(rank):
-    """Rank 1 reads the checkpoint for longer than ranks wait for a message."""
-    load = CheckpointManager.load
+def prepares_slowly(rank):
+    """Rank 1 warms up for the new plan, and then reads the checkpoint, for longer than ranks wait for a message."""
+    load, warmed = CheckpointManager.load, []
+
+    def warm_up(layout, *arguments, **more):
+        samples = [replica.samples for stage in layout.plan.stages for replica in stage.replicas]
+        print(f"warms up for {samples}")
+        if rank == 1 and warmed:
+            time.sleep(15)
+        warmed.append(samples)
 
     def slowly(*arguments):
         if rank == 1:
@@ -262,13 +269,19 @@ def restores_slowly(rank):
         return load(*arguments)
 
     CheckpointManager.load = slowly
+    build.compiles_on, build.warm_up = (lambda device: True), warm_up
 
 
-def test_a_rank_that_restores_for_long_is_waited_for(tmp_path):
+def test_a_rank_that_warms_up_and_restores_for_long_is_waited_for(tmp_path):
     path = job(tmp_path / "job", {1: 2.0}, replan="auto", communicator={"timeout_seconds": 8})
-    ended = ranks(2, "train", path, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=restores_slowly)
+    ended = ranks(2, "train", path, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=prepares_slowly)
     assert [end.exit_code for end in ended] == [0, 0], ended[0].stderr
     assert "goes on under a new plan" in ended[0].stdout
+    plan = load_plan(tmp_path / "run" / "plan.yaml")
+    new = [replica.samples for stage in plan.stages for replica in stage.replicas]
+    assert [line for line in ended[0].stdout.splitlines() if "warms up for" in line] == [
+        "warms up for [8, 8]", f"warms up for {new}",
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
