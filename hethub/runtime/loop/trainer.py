@@ -24,7 +24,7 @@ from hethub.runtime.pipeline.evaluator import Evaluator
 from hethub.runtime.pipeline.executor import Executor
 from hethub.runtime.state.gradient_norm import clip_scale, ordered_sum
 from hethub.runtime.state.learning_rate import Schedule
-from hethub.runtime.state.loss_scale import LossScale
+from hethub.runtime.state.loss_scale import LossScale, initial_scale
 from hethub.runtime.state.optimizer import Optimizer
 from hethub.runtime.state.reduction import Reducer, build_groups
 from hethub.runtime.state.stepping import Stepping
@@ -55,7 +55,8 @@ class TrainingRank:
         self.pace = pace or Pace()
         self.step_pace: StepPace | None = None  # of the last step of an emulation
         self.schedule = Schedule(train)
-        self.loss_scale = LossScale(layout.plan.precision)
+        tokens = layout.plan.global_batch * layout.plan.seq_len
+        self.loss_scale = LossScale(layout.plan.precision, initial=initial_scale(tokens))
         self.warnings: list[str] = []  # of what was restored
         self.updates = 0  # steps taken; fewer than steps trained where fp16 skipped some
         self._checkpoints: CheckpointManager | None = None  # that was asked to save last

@@ -1,6 +1,12 @@
 """The loss scale of fp16 finds the largest power of two that does not overflow."""
 
-from hethub.runtime.state.loss_scale import LossScale
+from typing import Any
+
+import pytest
+
+from hethub.runtime.state.loss_scale import LossScale, initial_scale
+from tests.support.layouts import Case, build_trainer, replica, stage
+from tests.support.ranks import run_ranks
 
 
 def test_loss_scale_halves_on_overflow_and_doubles_after_patience() -> None:
@@ -13,3 +19,21 @@ def test_loss_scale_halves_on_overflow_and_doubles_after_patience() -> None:
     plain = LossScale("bf16")
     plain.update(overflow=True)
     assert (plain.value, plain.dynamic) == (1.0, False)
+
+
+@pytest.mark.parametrize(("tokens", "power"), [(128, 16), (4096, 16), (8191, 16), (8192, 17), (2**20, 24), (2**24, 28)])
+def test_a_token_counts_as_much_in_large_steps(tokens: int, power: int) -> None:
+    """The backward starts at the scale over the step's tokens: of 2^24 tokens it was 1/256, where fp16 loses small gradients."""
+    assert initial_scale(tokens) == 2.0**power
+    assert tokens < 4096 or 8 < initial_scale(tokens) / tokens <= 16
+
+
+def starts_at(world: Any, case: Case) -> float:
+    return float(build_trainer(world, case).loss_scale.value)
+
+
+@pytest.mark.parametrize(("precision", "scale"), [("fp16", 2.0**18), ("bf16", 1.0)])
+def test_a_run_starts_at_the_scale_of_its_step(precision: str, scale: float) -> None:
+    stages = [stage((0, 4), replica([0], 512))]
+    case = Case(name="large", stages=stages, precision=precision, global_batch=512, seq_len=32)
+    assert run_ranks(1, starts_at, case) == [scale]
