@@ -38,7 +38,7 @@ def test_launch_ends_as_ranks_do_that_were_given_bad_input(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     command = [HETHUB, "launch", job, "--resume", "run"]
-    ended = Running(command, tmp_path, AS_ROOT).end(HANG_SECONDS)
+    ended = Running(command, tmp_path, {}).end(HANG_SECONDS)
     assert ended.exit_code == 2, ended.stderr
     assert "there is no run to resume here" in ended.stderr
     assert "ended with exit code" not in ended.stderr

@@ -90,6 +90,20 @@ def test_mpirun_starts_every_node_in_its_own_environment() -> None:
     assert second == "-n 8 --host amd1:8 /opt/rocm/bin/hethub train job.yaml --set train.steps=5"
 
 
+def test_root_may_start_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    (command,) = launch_commands(JOB, TWO_MAKERS, "mpirun")
+    assert command.environment == dict.fromkeys(names, "1")
+    assert str(command).startswith(f"{names[0]}=1 {names[1]}=1 ")  # --dry-run says so
+    monkeypatch.setenv(names[0], "0")
+    assert launch_commands(JOB, TWO_MAKERS, "mpirun")[0].environment == {names[1]: "1"}
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert launch_commands(JOB, TWO_MAKERS, "mpirun")[0].environment == {}
+
+
 def test_open_mpi_starts_the_daemon_of_the_environment_that_a_host_has(tmp_path: Path) -> None:
     """It knows one path for all hosts, and would not find its daemon where environments lie elsewhere."""
     environments = [tmp_path / "of this host's maker", tmp_path / "rocm"]
