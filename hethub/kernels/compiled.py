@@ -1,4 +1,7 @@
-"""The staging kernels on a GPU through CuPy, the same for CUDA and ROCm; results equal `TorchKernels` bit for bit."""
+"""The staging kernels on a GPU through CuPy, the same for CUDA and ROCm.
+
+Results equal `TorchKernels` bit for bit, but on AMD, where CuPy has fp32 denormals flushed: torch keeps them.
+"""
 
 import importlib.util
 import logging
