@@ -47,8 +47,8 @@ class AcceleratorSpec(Spec):
     fp8_tflops: Rate | None = None  # for rows of `hethub validate`; no job trains in it
     fp4_tflops: Rate | None = None  # for rows of `hethub validate`; no job trains in it
     link_gbytes_per_second: Rate  # to its neighbours in the node, each direction
-    peer_gbytes_per_second: Rate | None = None  # of it to one neighbour, where there is no switch; null: all of it
-    linked_accelerators: Annotated[int, Field(ge=2)] | None = None  # that it joins, others over PCIe; null: the node
+    peer_gbytes_per_second: Rate | None = None  # of that link, to one neighbour, without a switch; null: all
+    linked_accelerators: Annotated[int, Field(ge=2)] | None = None  # on one link; others over PCIe. null: the node
     pcie_generation: Annotated[int, Field(ge=1, le=20)] | None = None  # tells how fast host copies are; null: 5
     tdp_watts: Figure | None = None  # rated power, for the energy of `hethub size`; null: none is stated
     source: str = "the user's own description"  # where the figures are from; `assumed` makes every answer say so

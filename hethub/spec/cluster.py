@@ -34,7 +34,7 @@ class NodeSpec(Spec):
     # Emulates an island: the ranks are of this vendor whatever drives them (two "vendors" on one laptop's CPU).
     vendor: Vendor | None = None
     host_memory_gb: Figure | None = None  # that offloaded state may use
-    reserved_memory_gb: Annotated[float, Field(ge=0, le=1e9)] = 0.0  # of each accelerator, kept from us by others
+    reserved_memory_gb: Annotated[float, Field(ge=0, le=1e9)] = 0.0  # of each accelerator, used by other programs
     nics: int = Field(default=1, ge=1, le=10_000)  # network interfaces of a machine
     # Gbit/s of one interface, each direction; needed where a plan sends between machines.
     gbps_per_nic: Rate | None = None

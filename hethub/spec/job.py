@@ -78,7 +78,7 @@ class DataSpec(SourceSpec):
     sources: Annotated[tuple[WeightedSourceSpec, ...], Field(min_length=1)] | None = None
     tokenizer: str = "bytes"  # bytes, or a tokenizer.json; of a model given as hf: its folder's
     document_mask: bool = False  # attention stays inside each document
-    bos: bool = True  # documents of text begin with what the tokenizer puts in front of a text, where it does: <s>, say
+    bos: bool = True  # documents of text begin with the tokenizer's begin-of-text token, if it has one
 
     @model_validator(mode="before")
     @classmethod
@@ -125,7 +125,7 @@ class TrainSpec(Spec):
     """The mathematics of training; none of it depends on the plan."""
 
     steps: Count = 60  # optimizer steps in all
-    # sequences; beyond, microbatches are too many to plan
+    # sequences of a step; with more there would be too many microbatches to plan
     global_batch: Annotated[int, Field(ge=1, le=10_000_000)] = 16
     seq_len: Count = 128  # tokens of a sequence
     precision: Precision = "fp32"  # of computing; masters are kept in fp32 beside half precisions
@@ -177,7 +177,7 @@ class ConstraintsSpec(Spec):
     pp: Count | None = None  # pipeline stages
     dp: Count | None = None  # replicas of a stage
     micro_batch: Count | None = None  # samples that a replica processes at once
-    max_micro_batch: Count | None = None  # samples at most, the planner chooses below; null: what memory allows
+    max_micro_batch: Count | None = None  # the most samples that the planner may choose; null: what memory allows
     schedule: ScheduleName | None = None  # of the pipeline; null: the planner weighs all (docs/plans.md)
     recompute: Literal["none", "selective", "full"] | None = None  # of activations in the backward
     # 0: every replica holds all state; 1, 2, 3 cut optimizer state, gradients, weights; null: weighed stage by stage.
@@ -202,8 +202,8 @@ class CommunicatorSpec(Spec):
 
     relay: Literal["auto", "gloo", "shm", "mpi"] = "auto"  # what carries bytes between islands
     wire: Literal["exact", "bf16", "int8", "fp8"] = "exact"  # how sums of fp32 pass the bridge; exact loses nothing
-    lanes: Count = 1  # connections per pair of ranks that share gloo's large messages: one fills a slow link
-    # A rank that is silent for so long has failed; below a second by chance, above a million the libraries' clocks end.
+    lanes: Count = 1  # TCP connections per pair of ranks, over which gloo cuts large messages; 1 fills a slow link
+    # A rank that is silent for so long counts as failed. Below 1 a slow rank would; above 1e6 libraries overflow.
     timeout_seconds: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)] = 120.0
 
 
@@ -211,14 +211,14 @@ class CheckpointSpec(Spec):
     """When a checkpoint is written, and how many are kept."""
 
     every_steps: Count | None = 20  # null: only at the end
-    keep: Count = 2  # the newest so many stay
-    keep_every: Count | None = None  # those of every so many steps stay for good
+    keep: Count = 2  # how many of the newest stay
+    keep_every: Count | None = None  # 5000: those of steps 5000, 10000, … stay for good
 
 
 class LogSpec(Spec):
     """What is told of the steps of a run, beside metrics.jsonl, which has them all."""
 
-    every_steps: Count = 1  # a line on the terminal and in log.txt for so many
+    every_steps: Count = 1  # steps that a line on the terminal and in log.txt stands for
     tensorboard: bool = False  # events in the run folder
     wandb: str | None = None  # the project at Weights & Biases
     profile_steps: tuple[Count, Count] | None = None  # first and last step that torch.profiler traces, on every rank
@@ -242,8 +242,8 @@ class EmulationSpec(Spec):
 class StragglerSpec(Spec):
     """When a rank counts as slower than planned: by how much beyond the others, and for how many steps on end."""
 
-    threshold: Positive = 0.2  # slower than planned by so much more than the others
-    steps: Count = 5  # for so many steps on end
+    threshold: Positive = 0.2  # 0.2: a rank takes 20 % longer for its plan than the others do
+    steps: Count = 5  # in a row that a rank must be slow in to be named
 
 
 class JobSpec(Spec):

@@ -21,7 +21,7 @@ class Llama3Rope(Spec):
     type: Literal["llama3"] = "llama3"  # the only kind that is known
     factor: Positive  # by which the longest wavelengths are stretched (8 in Llama 3.1)
     low_freq_factor: Positive  # wavelengths above original_max_seq_len over this are stretched whole
-    high_freq_factor: Positive  # wavelengths below original_max_seq_len over this stay; between, by degrees
+    high_freq_factor: Positive  # wavelengths below original_max_seq_len over this stay; between, interpolated
     original_max_seq_len: Dimension  # tokens that the model was first trained on
 
     @model_validator(mode="after")
