@@ -1,6 +1,7 @@
 """The report of a run or a plan is one self-contained page that shows both sides of every action."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hethub.predictor import predict
 from hethub.predictor.pipeline.timeline import Span
 from hethub.report.drawing import losses
 from hethub.report.html import Measured, last_step, report_run, spans_of, write_page
+from hethub.report.tables import whether_it_fits
 from hethub.report.trace import chrome_trace
 from hethub.runtime.run_folder import RunFolder
 from hethub.spec.errors import BadInput
@@ -140,6 +142,15 @@ def test_a_page_and_predict_agree_on_what_fits(tmp_path: Path) -> None:
     for reserve, fits in ((0.999 * (1 - most), "yes"), (1.001 * (1 - most), "no")):
         write_page(LAYOUT, None, tmp_path / "page.html", "plan", reserve=reserve)
         assert f"<td>fits</td><td>{fits}</td>" in (tmp_path / "page.html").read_text()
+
+
+def test_a_plan_that_nearly_fills_a_rank_says_what_to_do() -> None:
+    prediction = predict(LAYOUT)
+    assert whether_it_fits(prediction) == "fits"
+    nearly = prediction.memory[1]._replace(bytes=int(0.93 * prediction.memory[1].limit))
+    text = whether_it_fits(replace(prediction, memory=(prediction.memory[0], nearly)))
+    assert text.startswith("fits, by a prediction that leaves rank 1 7.0 % of its memory. Raise constraints.reserve")
+    assert whether_it_fits(replace(prediction, fits=False)).startswith("does not fit")
 
 
 def test_a_trace_of_another_plan_goes_when_the_run_goes_on(tmp_path: Path) -> None:
