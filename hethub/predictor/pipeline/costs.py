@@ -249,7 +249,14 @@ class PlanCosts:
             once *= self.network.fit["tensor_parallel_shown"]
         layers, ends = portion.layers, portion.first + portion.last
         again = 2 * layers * once if stage_spec.recompute == "full" else 0.0
-        backward = max(self._sums_of_backward(stage, rank, tp, share, samples, once) for share, rank in unlike)
+        alone = [
+            self.layer_cost(rank).layer(samples, tp, stage_spec.recompute, share).backward for share, rank in unlike
+        ]
+        slowest = max(alone)  # a faster rank has less to do beside its sums, and waits for the slowest in each
+        backward = max(
+            own - slowest + self._sums_of_backward(stage, rank, tp, share, samples, once)
+            for own, (share, rank) in zip(alone, unlike, strict=True)
+        )
         return (2 * layers + ends) * once, layers * backward + again
 
     def _sums_of_backward(self, stage: int, rank: int, tp: int, share: float, samples: int, once: float) -> float:
@@ -382,12 +389,8 @@ class PlanCosts:
         apart = self.microbatch(giving.stage, replica, spec.micro_batch, portion)[own.way].total
         if short := spec.samples % spec.micro_batch:
             apart = min(apart, self.microbatch(giving.stage, replica, short, portion)[own.way].total)
-        return Paces(
-            *(
-                found if found * spec.micro_batch * self.software.interleave > apart else 0.0
-                for found in self.loads.paces(own)
-            )
-        )
+        whole = spec.micro_batch * self.software.interleave
+        return Paces(*(found if found * whole > apart else 0.0 for found in self.loads.paces(own)))
 
     @cached_property
     def is_paced(self) -> bool:

@@ -47,6 +47,23 @@ def test_sums_of_a_backward_run_beside_its_weights_gradients() -> None:
     assert 2.0 - 2 * layer.layer(1, 4).backward < slow < 2.0  # far longer than what is beside it
 
 
+def test_a_faster_rank_that_waits_for_the_others_slows_no_sum() -> None:
+    """Once a sum was shown for as long as on the rank that had least beside it, which waits for the slowest anyway."""
+    on = cluster(("A100-SXM4-80GB", 1, 1), ("A100-SXM4-80GB", 1, 1))
+    slow, other = on.nodes
+    steps = []
+    for factor in (1.0, 3.0, 20.0):
+        device = slow.device
+        faster = device.replace(
+            name="faster", bf16_tflops=factor * device.bf16_tflops,
+            memory_gbytes_per_second=factor * device.memory_gbytes_per_second,
+        )  # fmt: skip
+        both = on.replace(nodes=(slow, other.replace(accelerator=faster)))
+        layout = uniform(LLAMA_8B, both, tp=2, pp=1, micro_batch=1, batch=4, seq=4096)
+        steps.append(PlanCosts(layout, HETHUB, packaged()).microbatch(0, 0, 1).backward.total)
+    assert steps[0] >= steps[1] >= steps[2]
+
+
 def test_rehearsals_and_other_programs_sum_behind() -> None:
     rehearsed = costs_of(emulated=True)
     assert rehearsed.microbatch(0, 0, 1).backward.tp == pytest.approx(2 * 32 * once(rehearsed))
