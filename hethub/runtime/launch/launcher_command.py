@@ -24,7 +24,7 @@ LauncherName = Literal["mpirun", "torchrun", "srun", "sbatch"]
 LAUNCHERS: tuple[LauncherName, ...] = ("mpirun", "torchrun", "srun", "sbatch")
 MASTER_PORT = 29400
 SETTINGS = (
-    "NCCL_", "RCCL_", "GLOO_", "HETHUB_", "HSA_", "GPU_MAX_HW_QUEUES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING",
+    "NCCL_", "RCCL_", "GLOO_", "UCX_", "HETHUB_", "HSA_", "GPU_MAX_HW_QUEUES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING",
     "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "PYTORCH_", "TORCH",
 )  # fmt: skip
 _PR_SET_PDEATHSIG = 1

@@ -50,12 +50,13 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mpirun_carries_the_users_settings_and_binds_no_rank_to_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over ssh it carries none, and one core would be all that a rank's threads have."""
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
     monkeypatch.setenv("HSA_FORCE_FINE_GRAIN_PCIE", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # this host's own
     (command,) = launch_commands(JOB, TWO_MAKERS, "mpirun")
     assert "--bind-to none" in " ".join(command.words)
     for context in " ".join(command.words).split(" : "):
-        assert "-x HSA_FORCE_FINE_GRAIN_PCIE -x NCCL_DEBUG /opt/" in context
+        assert "-x HSA_FORCE_FINE_GRAIN_PCIE -x NCCL_DEBUG -x UCX_NET_DEVICES /opt/" in context
     assert "CUDA_VISIBLE_DEVICES" not in command.words
     (here,) = launch_commands(JOB, LAPTOP, "mpirun")
     assert "-x" not in here.words  # this machine's own processes have them
