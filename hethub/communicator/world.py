@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
-from hethub.communicator.bridge.links import MESSAGES
 from hethub.communicator.bridge.messages import PointToPoint
 from hethub.communicator.context import Context
 from hethub.communicator.groups import backend
@@ -76,7 +75,7 @@ class World:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(context.size)): group}
         label = f"the world of {context.size} ranks"
         self._messages = PointToPoint(
-            context.gloo, context, range(context.size), label, context.links(MESSAGES, range(context.size), label)
+            context.gloo, context, range(context.size), label, context.links(0, range(context.size), label)
         )
         self._closed = False
 
@@ -130,7 +129,8 @@ class World:
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> torch_private.WorkBase:
         """A Work that is done when `tensor` may be changed; the receiver must have asked for it by then.
 
-        Between two devices of an island, messages of one direction are received in the order in which they are sent.
+        Messages of one direction are received in the order in which they are sent: between two devices of an island all,
+        over the bridge those whose tags differ by a multiple of 4,096.
         """
         operation = self._operation(f"send to rank {dst} (tag {tag})")
         return self._messages.send(tensor, dst, tag, operation)

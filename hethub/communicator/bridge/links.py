@@ -9,6 +9,7 @@ from hethub.communicator.counters import Counters, Leg, LegClock
 from hethub.communicator.relays.choice import Carriers
 from hethub.communicator.relays.relay import Incoming, Outgoing, Relay, Transfer
 from hethub.kernels.device import Event, Stream
+from hethub.spec.errors import BadInput
 
 
 class Stage(IntEnum):
@@ -21,11 +22,17 @@ class Stage(IntEnum):
     DIRECT = 4
     SMALL = 5
     TOTAL = 6
+    MESSAGE = 7
 
 
-_NUM_STAGES = 8
-MESSAGES = 1 << 17
-"""The number of the world's own messages, above that of any group: all tags from there on are theirs."""
+_NUM_STAGES = len(Stage)
+_NUM_MESSAGE_TAGS = 4096  # so that none is above 32,767, which every MPI takes
+
+
+def message_stage(tag: int) -> int:
+    """The stage of a message of the world, in the links of number 0. Messages whose tags are a multiple of that apart are
+    told apart by their order."""
+    return tag % _NUM_MESSAGE_TAGS * _NUM_STAGES + Stage.MESSAGE
 
 
 def wait_for(transfers: Iterable[Transfer]) -> None:
@@ -37,7 +44,8 @@ def wait_for(transfers: Iterable[Transfer]) -> None:
 class Links:
     """Sends and receives among `members` (the world's ranks, in group order); `number` sets this group's tags apart.
 
-    `label` names the group in the counters. A stage is a `Stage`, or under MESSAGES a message's tag.
+    `label` names the group in the counters. A stage is a `Stage`, or under number 0 a `message_stage`. Raises BadInput
+    where a relay does not know so many groups apart.
     """
 
     def __init__(
@@ -53,6 +61,13 @@ class Links:
         self._relays = relays
         self._members = members
         self._first_tag = number * _NUM_STAGES
+        for relay in (relay for member in members for relay in relays[member]):
+            if self._first_tag + max(Stage) > relay.max_tag:
+                raise BadInput(
+                    f"relay {relay.name} tells at most {relay.max_tag // _NUM_STAGES:,} groups over islands apart, as its tags end"
+                    f" at {relay.max_tag:,}, but {label} is number {number:,}. Make fewer groups, or choose another"
+                    " communicator.relay (gloo)."
+                )
         self._label = label
         self._near = near
         self._counters = counters

@@ -24,7 +24,7 @@ import torch
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.chunks import Tuning
 from hethub.communicator.bridge.launch_order import StartOrder
-from hethub.communicator.bridge.links import CopiedDown, Links, wait_for
+from hethub.communicator.bridge.links import CopiedDown, Links, message_stage, wait_for
 from hethub.communicator.bridge.staging import Staged, Stager, flat_of, place_for
 from hethub.communicator.counters import Counters, LegClock
 from hethub.communicator.joining.islands import Islands, island_index
@@ -118,7 +118,7 @@ class PointToPoint:
     def send(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> torch_private.WorkBase:
         """A Work that is done when `tensor` may be changed: the receiver has asked for it and it is on its way."""
         if self._takes_links(peer):
-            return self._send_bridged(tensor, peer, tag, operation)
+            return self._send_bridged(tensor, peer, message_stage(tag), operation)
         if self._is_native(tensor):
             return self._move_natively(torch_private.native_send, flat_of(tensor), tensor, peer, operation)
         if self._stager.on_device(tensor):
@@ -129,7 +129,7 @@ class PointToPoint:
     def receive(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> torch_private.WorkBase:
         """A Work that is done when `tensor` holds the message of `peer` with `tag`."""
         if self._takes_links(peer):
-            return self._receive_bridged(tensor, peer, tag, operation)
+            return self._receive_bridged(tensor, peer, message_stage(tag), operation)
         if self._is_native(tensor):
             place = place_for(tensor)
             inner = self._move_natively(torch_private.native_receive, place, tensor, peer, operation)
@@ -198,38 +198,38 @@ class PointToPoint:
         has_device = not {self._process.rank, self._members[peer]}.isdisjoint(self._process.device_ranks)
         return self._links is not None and has_device and self._is_bridge(peer)
 
-    def _send_bridged(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> HethubWork:
+    def _send_bridged(self, tensor: torch.Tensor, peer: int, stage: int, operation: Operation) -> HethubWork:
         flat, process = flat_of(tensor), self._process
         ready = process.device.current_stream().record()
-        starts = [self._copy_down(flat[piece.start : piece.stop], ready, peer, tag) for piece in _chunks(flat)]
+        starts = [self._copy_down(flat[piece.start : piece.stop], ready, peer, stage) for piece in _chunks(flat)]
         work = HethubWork(operation, [tensor], process.callbacks)
         run = self._sends.behind(peer, lambda: [start() for start in starts])
         process.callbacks.run(Job(run=run, work=work, count=self._counted(tensor, "send")))
         return work
 
-    def _copy_down(self, piece: torch.Tensor, ready: Event, peer: int, tag: int) -> Callable[[], Transfer]:
+    def _copy_down(self, piece: torch.Tensor, ready: Event, peer: int, stage: int) -> Callable[[], Transfer]:
         """Begins a chunk's copy to memory that its relay takes it from; the call waits for it, then sends it."""
         links = self._links
         assert links is not None
         if not self._stager.on_device(piece):
-            return lambda: links.send(piece, peer, tag)
+            return lambda: links.send(piece, peer, stage)
         if links.takes_device_memory(peer, piece.nbytes):
 
             def send() -> Transfer:
                 ready.synchronize()
-                return links.send(piece, peer, tag)
+                return links.send(piece, peer, stage)
 
             return send
-        return CopiedDown(links, piece, peer, tag, ready, self._down, LegClock())
+        return CopiedDown(links, piece, peer, stage, ready, self._down, LegClock())
 
-    def _receive_bridged(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> "Arrival":
+    def _receive_bridged(self, tensor: torch.Tensor, peer: int, stage: int, operation: Operation) -> "Arrival":
         links, process, flat = self._links, self._process, place_for(tensor)
         assert links is not None
         work, count = HethubWork(operation, [tensor], process.callbacks), self._counted(tensor, "receive")
         pieces = [flat[piece.start : piece.stop] for piece in _chunks(flat)]
         arrival = Arrival(work, flat, tensor, process.device)
         if not self._stager.on_device(tensor):
-            transfers = [links.receive(piece, peer, tag) for piece in pieces]
+            transfers = [links.receive(piece, peer, stage) for piece in pieces]
             process.callbacks.run(Job(run=lambda: wait_for(transfers), work=work, count=count))
             return arrival
         ready = process.device.current_stream().record()
@@ -237,11 +237,11 @@ class PointToPoint:
 
             def start() -> list[Transfer]:
                 ready.synchronize()  # what used this memory before must be done with it
-                return [links.receive(piece, peer, tag) for piece in pieces]
+                return [links.receive(piece, peer, stage) for piece in pieces]
 
             process.callbacks.run(Job(run=self._receives.behind(peer, start), work=work, count=count))
             return arrival
-        messages = [links.expect(piece.numel(), piece.dtype, peer, tag) for piece in pieces]
+        messages = [links.expect(piece.numel(), piece.dtype, peer, stage) for piece in pieces]
 
         def copy_up() -> None:
             for piece, message in zip(pieces, messages, strict=True):

@@ -54,6 +54,7 @@ class Relay(ABC):
     """Carries messages between this rank and any other rank of the world (ranks are the world's)."""
 
     name: str
+    max_tag = 2**31 - 1
     takes_device_memory = False
     """Whether `send` and `receive` take tensors of a device, whose work on them is done."""
     device = Device(vendor="cpu")

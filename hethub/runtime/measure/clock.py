@@ -20,16 +20,13 @@ def clock_offset(world: World) -> float:
         for _ in range(ROUNDS):
             if world.rank == other:
                 sent = monotonic()
-                world.send(torch.zeros(1, dtype=torch.float64), 0, _TAG).wait()
+                world.send(torch.zeros(1, dtype=torch.float64), 0).wait()
                 answer = torch.zeros(1, dtype=torch.float64)
-                world.receive(answer, 0, _TAG).wait()
+                world.receive(answer, 0).wait()
                 back = monotonic()
                 if back - sent < best:
                     best, offset = back - sent, float(answer) - (sent + back) / 2
             elif world.rank == 0:
-                world.receive(torch.zeros(1, dtype=torch.float64), other, _TAG).wait()
-                world.send(torch.tensor([monotonic()], dtype=torch.float64), other, _TAG).wait()
+                world.receive(torch.zeros(1, dtype=torch.float64), other).wait()
+                world.send(torch.tensor([monotonic()], dtype=torch.float64), other).wait()
     return offset
-
-
-_TAG = 2**24  # far from any transfer's

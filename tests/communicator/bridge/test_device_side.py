@@ -266,15 +266,19 @@ def staged_messages(world):
     """Tagged messages of staged tensors, contiguous or not, and no receive from just anybody."""
     peer = 1 - world.rank
     received, columns = torch.empty(1000), torch.empty(3, 5).t()
+    far = [torch.empty(3) for _ in range(20)]
     works = [world.receive(columns, peer, 2), world.receive(received, peer, 1)]
+    works += [world.receive(each, peer, number * 2**10) for number, each in enumerate(far)]
     sends = [
         world.send(torch.full((1000,), float(world.rank)), peer, 1),
         world.send(torch.arange(15.0).view(5, 3) + world.rank, peer, 2),
+        *(world.send(torch.full((3,), float(number)), peer, number * 2**10) for number in range(len(far))),
     ]
     for work in [*works, *sends]:
         work.wait()
     assert (received == peer).all()
     assert torch.equal(columns, torch.arange(15.0).view(5, 3) + peer)
+    assert [each.unique().item() for each in far] == list(range(len(far)))
     with pytest.raises(BadInput, match="host tensor"):
         dist.recv(received)
     return True

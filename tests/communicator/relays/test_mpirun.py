@@ -24,15 +24,26 @@ import importlib.util, json, sys, torch, torch.distributed as dist
 from hethub.runtime.launch.rendezvous import launch_info, rendezvous
 from hethub.communicator import connect
 from hethub.communicator.relays import mpi
+from hethub.runtime.measure.clock import clock_offset
 spec = importlib.util.spec_from_file_location("sockets", {str(SOCKETS)!r})
 sockets = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sockets)
 mpi._MAX_MESSAGE_BYTES = 100_000  # an MPI count ends at 2 GiB; a message above the limit is cut
-world = connect(rendezvous(launch_info()), islands=[[0, 2], [1]], relay=sys.argv[1])
+def start(relay, begin, tensor, peer, tag, inner=mpi.MpiRelay._start):
+    assert tag <= 32_767, f"tag {{tag}} is above what every MPI takes"
+    return inner(relay, begin, tensor, peer, tag)
+mpi.MpiRelay._start = start
+world = connect(rendezvous(launch_info()), islands=[[0, 2], [1]], relay=sys.argv[1], staged_ranks=[1])
 tensor = torch.arange(200_000, dtype=torch.float64) * (world.rank + 1)
 dist.all_reduce(tensor)
 assert torch.equal(tensor, torch.arange(200_000, dtype=torch.float64) * 6)
 links = world.counters()["links"]
+clock_offset(world)
+move = world.receive if world.rank == 1 else world.send
+message = torch.full((100,), float(world.rank))
+if world.rank:
+    move(message, 3 - world.rank, tag=10**6).wait()
+    assert (message == 2).all()
 dist.all_reduce(torch.ones(10), group=world.group([0, 1, 2]))
 listening = world.all_gather_objects(sorted(sockets.listening_addresses()))
 world.close()

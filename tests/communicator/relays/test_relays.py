@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hethub.communicator.bridge.links import Links, message_stage
+from hethub.communicator.counters import Counters
 from hethub.communicator.relays import choice
-from hethub.communicator.relays.choice import RelayChoice, faster_by_size
+from hethub.communicator.relays.choice import Carriers, RelayChoice, faster_by_size
 from hethub.communicator.relays.mpi import MpiRelay, ask_open_mpi, is_gpu_aware
 from hethub.communicator.relays.relay import PeerError
 from hethub.kernels.device import Device
@@ -140,3 +142,15 @@ def test_memory_that_mpi_may_still_write_to_is_held(arrives):
     del tensor, transfer
     gc.collect()
     assert (held() is None) == arrives
+
+
+def links(number):
+    relays = {0: Carriers(((0, "mpi"),), {"mpi": SimpleNamespace(name="mpi", max_tag=32_767)})}
+    return Links(relays=relays, members=[0], number=number, label="the group", near=frozenset([0]), counters=Counters())
+
+
+def test_groups_that_a_relay_does_not_know_apart_are_refused():
+    links(4_095)
+    with pytest.raises(BadInput, match=r"relay mpi tells at most 4,095 groups .* end at 32,767, but .* choose another"):
+        links(4_096)
+    assert max(map(message_stage, range(10_000))) == 32_767
