@@ -110,7 +110,7 @@ def _with_remedy(text: str) -> str:
     """A failure, and what to change where the system's refusal is behind it, on whichever rank."""
     remedies = (_REMEDIES[number] for words, number in _SAID_BY_TORCH.items() if words in text)
     remedy = next(remedies, None)
-    return text if remedy is None or remedy in text else f"{text.rstrip('.')}. {remedy}"
+    return text if remedy is None or remedy.rstrip(".") in text else f"{text.rstrip('.')}. {remedy}"
 
 
 def _refused(error: OSError | MemoryError | RuntimeError) -> str | None:

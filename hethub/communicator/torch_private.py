@@ -1,6 +1,7 @@
 """Every use of torch's unpublished interfaces, in one place; tests/communicator/test_torch_private.py guards them."""
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -54,6 +55,11 @@ def require_descriptors(number: int) -> None:
     try:
         for _ in range(number):
             opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        what = f"{error.strerror}, {number} more are needed. Raise the limit of open files (ulimit -n)"
+        raise OSError(errno.EMFILE, what) from error
     finally:
         for descriptor in opened:
             os.close(descriptor)

@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -113,7 +114,12 @@ def watch_over(
     timeout_seconds: float,
     place: Callable[[int], str] = lambda _: "",
 ) -> Watch:
-    """This rank's watch; rank 0's hub waits for the others for `timeout_seconds`, and `place` says where they belong."""
+    """This rank's watch; rank 0's hub waits for the others for `timeout_seconds`, and `place` says where they belong.
+
+    The process may open as many files from here on as the system lets it: every other rank takes some.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     silence_seconds = max(2.0, min(60.0, timeout_seconds / 2))
     hub = None
     if rank == 0:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import signal
 import threading
 import time
@@ -18,6 +19,28 @@ from tests.support.ranks import start_ranks, values
 
 def init_plainly(name, rank, size, store):
     dist.init_process_group("hethub", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
+
+
+def connect_with_few_files(rank, store, hard):
+    """What the process may open afterwards, or what is said; `hard` is None for a limit that is as low."""
+    few = len(os.listdir("/proc/self/fd")) + 16
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard or few))
+    try:
+        init_plainly("few", rank, 3, store)
+    except RunFailed as error:
+        return str(error)
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_a_rank_opens_as_many_files_as_the_system_lets_it():
+    assert values(start_ranks(3, connect_with_few_files, 1000, timeout_seconds=60)) == [1000] * 3
+
+
+def test_a_rank_that_may_open_too_few_files_says_what_to_raise():
+    said = values(start_ranks(3, connect_with_few_files, None, timeout_seconds=60))
+    for each in said:
+        assert "Too many open files" in each
+        assert "(ulimit -n)" in each
 
 
 def listening():
