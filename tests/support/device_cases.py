@@ -27,6 +27,7 @@ CASES = [
     Case(name="zero3 of two, offloaded", vendors="gg", stages=[stage(ALL, *UNLIKE, zero=3, offload=OFFLOADED[:1])]),
     Case(name="two beside a CPU", vendors="ggc", stages=[stage(ALL, *THREE, zero=2)]),
     Case(name="two beside a CPU, offloaded", vendors="ggc", stages=[stage(ALL, *THREE, zero=2, offload=OFFLOADED[:2])]),
+    Case(name="degrees 2 and 2", vendors="ggcc", stages=[stage(ALL, replica([0, 1], 6, 3), replica([2, 3], 2), zero=1)]),
     Case(name="degrees 2 and 1", vendors="ggc", stages=[stage(ALL, replica([0, 1], 6, 3), replica([2], 2), zero=1)]),
 ]  # fmt: skip
 """A device's ranks are "g", of one maker; those on CPUs "c"."""

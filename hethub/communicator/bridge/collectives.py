@@ -110,6 +110,11 @@ class Bridge:
         return len(self._islands)
 
     @property
+    def has_lone_ranks(self) -> bool:
+        """Whether no two members share an island."""
+        return len(self._islands) == self._size
+
+    @property
     def lag(self) -> int:
         return self._tuning.lag
 

@@ -53,9 +53,13 @@ class NativeLegs:
         self._dispatcher = dispatcher
         self.streams = dispatcher.stream, dispatcher.down, dispatcher.up
 
-    def take_turn(self) -> Turn:
-        """This operation's place among all that launch legs in this process; taken when it is submitted."""
-        return self._dispatcher.take_turn()
+    def take_turn(self, ready: Event) -> Turn:
+        """This operation's place among all that launch legs in this process; taken when it is submitted.
+
+        Between members that are each alone in their island there are none to launch. All that the turn is for then is that
+        the dispatcher's stream waits for the operations' `ready` in order, so what comes behind does not wait for the network.
+        """
+        return self._begin(lambda: iter(()), ready) if self._bridge.has_lone_ranks else self._dispatcher.take_turn()
 
     def all_reduce(self, tensor: torch.Tensor, ready: Event, reduction: Reduction, turn: Turn) -> None:
         """`tensor` becomes the reduction over all members."""

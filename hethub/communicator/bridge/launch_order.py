@@ -122,6 +122,11 @@ class Launched(Turn, Generic[_Result]):
             yield result
             del result
 
+    def __enter__(self) -> Self:
+        for _ in self.results():
+            pass
+        return self
+
     def leave(self) -> None:
         """It leaves by itself."""
 

@@ -62,7 +62,7 @@ class HethubGroup(GroupCore):
         legs = self._legs
         assert legs is not None
         run = partial(legs.all_reduce, tensor, staged.ready, reduction)
-        return self._submit_natively(name, legs.take_turn, run, [tensor], opts)
+        return self._submit_natively(name, partial(legs.take_turn, staged.ready), run, [tensor], opts)
 
     def all_reduce_with_feedback(self, tensor: torch.Tensor, residual: torch.Tensor, op: Any) -> HethubWork:
         """As all-reduce; what a narrow wire rounds away on this rank is kept in `residual` and added next time."""
@@ -266,7 +266,7 @@ class HethubGroup(GroupCore):
         assert legs is not None
 
         run = partial(legs.all_gather, outputs, ranges, own, ready)
-        return self._submit_natively(name, legs.take_turn, run, outputs, opts, chosen)
+        return self._submit_natively(name, partial(legs.take_turn, ready), run, outputs, opts, chosen)
 
     # ---- data that only changes place
 

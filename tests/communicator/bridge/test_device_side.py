@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hethub.communicator import (
     torch_private,
 )
 from hethub.communicator.bridge.launch_order import Dispatcher
+from hethub.communicator.bridge.links import Links
 from hethub.communicator.counters import since
 from hethub.communicator.work import CallbackThreads, HethubWork, Job, Operation, Worker
 from hethub.kernels.device import Device
@@ -192,6 +194,39 @@ def test_island_legs_of_all_groups_are_launched_in_one_order():
     launched = run_ranks(4, reduce_on_three_groups, islands=islands, staged_ranks=[0, 1, 2, 3], timeout_seconds=60)
     assert launched[0] == launched[1]
     assert launched[0] == [f"{leg} {step % 3}" for step in range(12) for leg in ("reduce-scatter", "all-gather")]
+
+
+def reduce_while_the_bridge_is_late(world):
+    """What a tensor-parallel rank does while the weights of its next layers are on their way from the other island."""
+    data = [group for group in (world.group([0, 2]), world.group([1, 3])) if group is not None]
+    tensor = [group for group in (world.group([0, 1]), world.group([2, 3])) if group is not None]
+    flats = [torch.full((2000,), float(world.rank)) for _ in range(3)]
+    expect, may_arrive, in_time = Links.expect, threading.Event(), []
+
+    def late(links, *message):
+        incoming = expect(links, *message)
+        wait = incoming.wait
+        incoming.wait = lambda: in_time.append(may_arrive.wait(10)) or wait()
+        return incoming
+
+    with mock.patch.object(Links, "expect", late):
+        works = [all_gather_by_ranges(data[0], flat, from_sizes([1000, 1000])) for flat in flats]
+        works.append(dist.all_reduce(torch.ones(300_000), group=data[0], async_op=True))
+        total = torch.ones(4)
+        dist.all_reduce(total, group=tensor[0])
+        may_arrive.set()
+        for work in works:
+            work.wait()
+    assert (total == 2).all()
+    assert all((flat[:1000] == world.rank % 2).all() and (flat[1000:] == world.rank % 2 + 2).all() for flat in flats)
+    return in_time
+
+
+def test_collectives_of_an_island_do_not_wait_for_what_a_rank_alone_there_is_sent():
+    connect = {"islands": [[0, 1], [2, 3]], "staged_ranks": [0, 1, 2, 3], "relay": "gloo"}
+    for in_time in run_ranks(4, reduce_while_the_bridge_is_late, **connect):
+        assert in_time
+        assert all(in_time)
 
 
 def groups_in_any_order(world, seed):
