@@ -78,14 +78,14 @@ def test_sinks_have_every_evaluation_and_the_lines_that_are_due() -> None:
     loop: Any = SimpleNamespace(
         folder=SimpleNamespace(append=lambda metrics: None, log=lambda line: None),
         _sinks=SimpleNamespace(write=lambda row: written.append((row["step"], row.get("eval_loss")))),
+        _display=SimpleNamespace(step=lambda metrics: None if metrics.step % 2 else "a line"),
     )
-    display: Any = SimpleNamespace(step=lambda metrics: None if metrics.step % 2 else "a line")
     for step in range(1, 5):
         metrics = StepMetrics(
             step=step, loss=2.0, tokens=1, step_seconds=1.0, predicted_step_seconds=None, tokens_per_second=1.0,
             grad_norm=1.0, lr=0.1, memory_bytes=1,
         )  # fmt: skip
-        StepLoop._show(loop, metrics.with_evaluation(1.5) if step == 3 else metrics, display)
+        StepLoop._show(loop, metrics.with_evaluation(1.5) if step == 3 else metrics)
     assert written == [(2, None), (3, 1.5), (4, None)]
 
 
