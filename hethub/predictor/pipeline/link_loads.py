@@ -3,9 +3,10 @@
 Messages from one replica to another are a flow, whatever model chunks they are between. A flow keeps its own order and
 waits for no other one. Where a link has more to carry than time for it, its flows get parts of its rate by their bytes, so
 that all would be through at the same moment: message after message, a flow goes no faster than (seconds the link needs
-for all its messages) x (message) / (the flow's bytes); all of one way, as long as a replica that takes chunks in turn goes
-forward alone, or backward. Shares that the plan fixes have none of the anomalies of first come, first served (Graham, 1969), where a faster
-link can slow a plan. Beside that no step is shorter than any link needs for all its bytes, messages and collectives.
+for all its messages) x (message) / (the flow's bytes). As long as a replica that takes chunks in turn goes forward alone,
+or backward, messages of the other way are left out. Shares that the plan fixes have none of the anomalies of first come,
+first served (Graham, 1969), where a faster link can slow a plan. Beside that no step is shorter than any link needs for
+all its bytes, messages and collectives.
 """
 
 from collections import Counter, defaultdict

@@ -6,6 +6,7 @@ chunks are all known here; seconds come with `hethub.predictor.pipeline.task_gra
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -153,18 +154,24 @@ class Wiring:
 
     def _alone(self, stage: int, senders: list[int], sources: list[int]) -> list[bool]:
         """By row, whether its node comes before its replica's first backward or behind its last forward. Not where a stage
-        is one chunk: it is about to turn after a few microbatches."""
-        if self.layout.plan.num_chunks == 1:
+        is one chunk, which is about to turn after a few microbatches, nor where its chunks go one after the other, whose
+        two ways never meet."""
+        if self.layout.plan.num_chunks == 1 or self.layout.plan.goes_chunk_by_chunk:
             return [False] * len(sources)
-        both = []  # by replica, its nodes between the two
-        for replica in self._replicas(stage):
-            run = self.runs[stage, replica]
-            spans = run.order.spans
-            first = min(own[0] for (kind, _), own in spans.items() if kind is Kind.BACKWARD)
-            last = max(own[1] for (kind, _), own in spans.items() if kind is Kind.FORWARD)
-            both.append(range(run.nodes[first], run.nodes[last] + 1))
-        replicas = self.layout.microbatchings[stage].replicas
+        both, replicas = self._both_ways[stage], self.layout.microbatchings[stage].replicas
         return [node not in both[replicas[place]] for place, node in zip(senders, sources, strict=True)]
+
+    @cached_property
+    def _both_ways(self) -> list[list[range]]:
+        """By stage and replica, its nodes from its first backward to its last forward."""
+        found = []
+        for stage in range(self.layout.num_stages):
+            runs = [self.runs[stage, replica] for replica in self._replicas(stage)]
+            edges = [(run, run.order.spans.items()) for run in runs]
+            first = [min(own[0] for (kind, _), own in spans if kind is Kind.BACKWARD) for _, spans in edges]
+            last = [max(own[1] for (kind, _), own in spans if kind is Kind.FORWARD) for _, spans in edges]
+            found.append([range(run.nodes[a], run.nodes[b] + 1) for run, a, b in zip(runs, first, last, strict=True)])
+        return found
 
     def _replicas(self, stage: int) -> range:
         return range(len(self.layout.stages[stage].replicas))
