@@ -1,5 +1,5 @@
 """Seconds and bytes of thousands of candidates in closed form.
 
 Start reading: estimator.py, then stage_times.py.
-May import: spec, predictor, planner.candidate, planner.memo, planner.problem.
+May import: spec, predictor, planner.candidate, planner.problem.
 """

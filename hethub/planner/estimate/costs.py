@@ -11,8 +11,8 @@ import numpy as np
 from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
 from hethub.planner.candidate.samples import Worker
 from hethub.planner.estimate.memory_model import Coefficients, Mode, memory_model_of
-from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import DeviceType, Problem
+from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import is_cpu, packaged
 from hethub.predictor.cost.layer import LayerCost, PassSeconds
 from hethub.predictor.cost.links import Network

@@ -13,8 +13,8 @@ import numpy as np
 
 from hethub.planner.candidate.candidate import CandidateStage, Pattern
 from hethub.planner.estimate.memory_probes import FEW, Keeping, Load, ProbePlans, Probes
-from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import Problem
+from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.software import HETHUB, element_bytes
 from hethub.predictor.memory.parameters import RankParameters, rank_widths
 from hethub.predictor.memory.state import optimizer_bytes

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.materialize import chunked
-from hethub.planner.memo import memoized
 from hethub.predictor import rank_memory
+from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.software import HETHUB, element_bytes
 from hethub.predictor.memory.parameters import rank_widths

@@ -14,8 +14,8 @@ from hethub.planner.candidate.samples import earliest_finish, largest_able, with
 from hethub.planner.estimate.costs import UnitCosts, rank_parameters
 from hethub.planner.estimate.memory_model import ENDS, MIDDLE, Coefficients, Mode
 from hethub.planner.estimate.stage_figures import Division, Placed, Room, Side, Sort, StageEstimate, Sums
-from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import Problem
+from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.groups import Group, Operation
 from hethub.predictor.cost.node_links import host_gbytes_per_second

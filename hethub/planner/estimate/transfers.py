@@ -4,8 +4,8 @@ from itertools import pairwise
 
 from hethub.planner.candidate.candidate import Candidate, ReplicaGroup
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import Problem
+from hethub.predictor.cost.cache import memoized
 
 Groups = tuple[ReplicaGroup, ...]  # of a stage
 

@@ -1,5 +1,5 @@
 """Candidates bound and predicted with full cost, each once, and the best of them so far.
 
 Start reading: evaluator.py, then incumbent.py.
-May import: spec, predictor, planner.candidate, planner.estimate, planner.memo, planner.problem.
+May import: spec, predictor, planner.candidate, planner.estimate, planner.problem.
 """

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from hethub.planner.evaluate.layouts import layout_of
 from hethub.planner.evaluate.processes import at_once
-from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import Problem
 from hethub.planner.problem.scaled import Scale, scaled
+from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts

@@ -12,8 +12,8 @@ from hethub.planner.candidate.candidate import CandidateStage, Pattern, ReplicaG
 from hethub.planner.candidate.samples import largest_able
 from hethub.planner.estimate.memory_model import position
 from hethub.planner.estimate.stage_times import NEARLY, StageTimes
-from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import Problem, Unit
+from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.state_costs import Reduction

@@ -14,8 +14,8 @@ from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
 from hethub.planner.estimate.costs import rank_parameters
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import FIRST, LAST, MIDDLE, Coefficients
-from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import Problem
+from hethub.predictor.cost.cache import memoized
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split
 

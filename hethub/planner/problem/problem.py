@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from hethub.planner.memo import memoized
+from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.spec.accelerator import AcceleratorSpec, Precision

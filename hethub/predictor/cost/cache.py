@@ -1,50 +1,42 @@
-"""Layer costs under the packaged constants, kept over predictions: a search asks for the same sizes again and again."""
+"""Answers worked out once. Layer costs under the packaged constants are kept over predictions: a search asks for the same
+sizes again and again."""
 
 from collections.abc import Callable, Hashable
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import Any, TypeVar, cast
 
-from hethub.predictor.cost.layer import LayerCost, PassSeconds
+from hethub.predictor.cost.layer import LayerCost
 from hethub.predictor.cost.profile import DeviceProfile
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.predictor.cost.software import MathPrecision, Software
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.model import ModelSpec
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def memoized(method: Method) -> Method:
+    """The method, worked out once for the same arguments, which come by place: `cached_property` for what takes some."""
+    name = f"{method.__qualname__}()"  # no attribute's, and not that of a method which it overrides
+
+    @wraps(method)
+    def asked(self: object, *given: Hashable) -> Any:
+        try:
+            return self.__dict__[name][given]
+        except KeyError:
+            found = self.__dict__.setdefault(name, {})[given] = method(self, *given)
+            return found
+
+    return cast(Method, asked)
+
 
 class SharedLayerCost(LayerCost):
     """As `LayerCost`, with every answer kept."""
 
-    def __init__(
-        self, model: ModelSpec, accelerator: AcceleratorSpec, seq_len: int, precision: Precision, software: Software
-    ) -> None:
-        super().__init__(model, accelerator, seq_len, precision, software)
-        self._passes: dict[Hashable, PassSeconds] = {}
-        self._weight_shares: dict[tuple[float, float], float] = {}
-        self._best_rates: dict[int, float] = {}
-
-    def embedding(self, samples: float) -> PassSeconds:
-        return self._once(samples, super().embedding, samples)
-
-    def head(self, samples: float, share: float = 1.0) -> PassSeconds:
-        return self._once((samples, share), super().head, samples, share)
-
-    def _once(self, key: Hashable, compute: Callable[..., PassSeconds], *asked: float) -> PassSeconds:
-        found = self._passes.get(key)
-        if found is None:
-            found = self._passes[key] = compute(*asked)
-        return found
-
-    def weight_share(self, samples: float, share: float) -> float:
-        found = self._weight_shares.get((samples, share))
-        if found is None:
-            found = self._weight_shares[samples, share] = super().weight_share(samples, share)
-        return found
-
-    def best_layer_samples_per_second(self, max_samples: int) -> float:
-        found = self._best_rates.get(max_samples)
-        if found is None:
-            found = self._best_rates[max_samples] = super().best_layer_samples_per_second(max_samples)
-        return found
+    embedding = memoized(LayerCost.embedding)
+    head = memoized(LayerCost.head)
+    weight_share = memoized(LayerCost.weight_share)
+    best_layer_samples_per_second = memoized(LayerCost.best_layer_samples_per_second)
 
 
 @lru_cache(maxsize=128)

@@ -17,8 +17,8 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import MIDDLE
 from hethub.planner.generate.families import zorse
 from hethub.planner.generate.families.whole import WholeStage, Worker, candidate_of, fits
-from hethub.planner.memo import memoized
 from hethub.planner.problem.problem import Problem
+from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.node_links import host_gbytes_per_second
 from hethub.spec.plan import Offload, Recompute
 from hethub.spec.ranges import split
