@@ -144,7 +144,7 @@ CHANGES: dict[str, Change] = {
     "FAMILY_FINALISTS 1": constant(f"{AUTO}.FAMILY_FINALISTS", 1),
     "WHOLE_FINALISTS 1": constant(f"{AUTO}.WHOLE_FINALISTS", 1),
     "WORTHWHILE 0": constant(f"{LOCAL}.WORTHWHILE", 0.0),
-    "PER_COMBINATION 1": constant(f"{CUTS}.PER_COMBINATION", 1),
+    "PER_SORT 1": constant(f"{CUTS}.PER_SORT", 1),
     "ESTIMATE_ERR 1.2": constant(f"{CUTS}.ESTIMATE_ERR", 1.2),
     "PURE_CUTS 8": constant(f"{CUTS}.PURE_CUTS", 8),
     "MOST_NUDGED 0": constant(f"{NEAR}.MOST_NUDGED", 0),

@@ -142,6 +142,11 @@ class Candidate:
         return self.chunks == 1 or all(stage.layers >= self.chunks for stage in self.stages)
 
     @cached_property
+    def is_in_step(self) -> bool:
+        """Whether one microbatch of every replica is as many samples in each stage."""
+        return len({sum(own.micro_batch * own.number for own in stage.groups) for stage in self.stages}) == 1
+
+    @cached_property
     def replica_counts(self) -> tuple[int, ...]:
         return tuple([stage.replicas for stage in self.stages])
 

@@ -14,7 +14,7 @@ from hethub.planner.generate.equal import Arrangements, Stages, cut_equally, roo
 from hethub.planner.generate.table import Line, Table, orders, tabulate
 from hethub.planner.problem.problem import Combination, Problem
 
-PER_COMBINATION = 3  # cuts kept of one combination, so that the finalists differ
+PER_SORT = 3  # cuts kept of one combination or number of stages, so that the finalists differ
 PROPOSED = 96  # cuts
 ESTIMATE_ERR = 1.4  # rough estimates leave out reductions and waits; never off by more than this where checked
 PURE_CUTS = 32  # kept of those whose stages hold one device type each
@@ -60,25 +60,29 @@ class Best(NamedTuple):
 
 
 class _Kept:
-    """The `number` best entries so far, few of each combination, and below which estimate a new one would enter."""
+    """The `number` best entries so far, few of each combination, or of each number of stages, and below which estimate
+    a new one would enter."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, by_depth: bool = False) -> None:
         self.number, self.limit, self.worst = number, float("inf"), float("inf")
+        self.by_depth = by_depth
         self.entries: list[Entry] = []
 
-    def add(self, rows: np.ndarray, seconds: np.ndarray, entry: Callable[[int], Entry]) -> None:
-        """Takes in what is good enough of some cuts, given their combinations and estimates; `entry` makes one by
-        index."""
+    def add(self, lines: Lines, seconds: np.ndarray, entry: Callable[[int], Entry]) -> None:
+        """Takes in what is good enough of some cuts, given their lines and estimates; `entry` makes one by index."""
         near = np.flatnonzero(seconds < self.worst)
-        new = zip(seconds[near].tolist(), rows[near].tolist(), near.tolist(), strict=True)
-        old: list[tuple[float, int, Entry | int]] = [(entry.seconds, entry.row, entry) for entry in self.entries]
-        per_combination: Counter[int] = Counter()
+        sort = (lines.stages if self.by_depth else lines.rows)[near]
+        new = zip(seconds[near].tolist(), sort.tolist(), near.tolist(), strict=True)
+        old: list[tuple[float, int, Entry | int]] = [
+            (entry.seconds, len(entry.layers) if self.by_depth else entry.row, entry) for entry in self.entries
+        ]
+        per_sort: Counter[int] = Counter()
         kept: list[Entry] = []
-        for _, row, one in sorted([*old, *new], key=itemgetter(0)):
+        for _, own, one in sorted([*old, *new], key=itemgetter(0)):
             if len(kept) == self.number:
                 break
-            if per_combination[row] < PER_COMBINATION:
-                per_combination[row] += 1
+            if per_sort[own] < PER_SORT:
+                per_sort[own] += 1
                 kept.append(one if isinstance(one, Entry) else entry(one))
         self.entries = kept
         if kept:
@@ -99,7 +103,7 @@ def propose(
         yield entry.candidate(problem)
 
 
-def best_cuts(problem: Problem, table: Table, number: int) -> Best:
+def best_cuts(problem: Problem, table: Table, number: int, *, by_depth: bool = False) -> Best:
     """The `number` best cuts, and the best pure ones, in one pass over all settings.
 
     A setting is not cut where one microbatch's way through all layers and the busy time of perfect balance exceed the
@@ -110,7 +114,7 @@ def best_cuts(problem: Problem, table: Table, number: int) -> Best:
     least = table.bound[lines.rows] + table.through[lines.rows] * (1 - 2 / (lines.stages + 1))
     ranked = np.argsort(least, kind="stable")
     lines, least = lines.at(ranked), least[ranked]
-    kept, kept_pure = _Kept(number), _Kept(PURE_CUTS)
+    kept, kept_pure = _Kept(number, by_depth=by_depth), _Kept(PURE_CUTS)
     start, stop = 0, FIRST_LOOK
     while start < len(least) and least[start] < max(kept.limit, kept_pure.limit):
         own = np.arange(start, min(stop, len(least)))
@@ -122,8 +126,8 @@ def best_cuts(problem: Problem, table: Table, number: int) -> Best:
             arranged = compositions(table, some, tried)
             cuts = cut_equally(problem, table, arranged)
             found = _Found(table, some, tried, cuts.layers, arranged.stages.first, cuts.seconds)
-            kept.add(found.lines.rows, found.seconds, found.entry)
-            kept_pure.add(found.lines.rows, np.where(pure[worth], found.seconds, np.inf), found.entry)
+            kept.add(found.lines, found.seconds, found.entry)
+            kept_pure.add(found.lines, np.where(pure[worth], found.seconds, np.inf), found.entry)
         start, stop = stop, stop + BATCH
     return Best(kept.entries, kept_pure.entries)
 

@@ -158,12 +158,14 @@ def in_modes(
     """The best candidates, by estimate, among those found and the cuts that would be best with more memory, in every
     mode that they may take."""
     costs, allowed = incumbent.costs, {*problem.schedules}
-    larger = best_cuts(problem, replace(table, memory_counts=False), effort.cuts).cuts
+    larger = best_cuts(problem, replace(table, memory_counts=False), effort.cuts, by_depth=True).cuts
     every = [*found, *(entry.candidate(problem) for entry in larger)]
-    cuts = {candidate.shape: candidate for candidate in reversed(every)}
+    costs.estimate(every)
+    cuts = {candidate.shape: candidate for candidate in sorted(every, key=costs.seconds, reverse=True)}
     known = [own for own in found if costs.likely_fits(own) and (own.schedule or problem.schedule) in allowed]
     shortest = min(map(costs.seconds, known), default=float("inf"))
-    made = dict.fromkeys(modes.propose(problem, costs, list(cuts.values())[:MOST_CUTS], shortest))
+    chosen = heapq.nsmallest(MOST_CUTS, cuts.values(), key=costs.seconds)
+    made = dict.fromkeys(modes.propose(problem, costs, chosen, shortest))
     ranked = sorted(made, key=costs.seconds)
     unlike = {(own.shape, own.schedule, own.chunks): own for own in reversed(ranked)}
     best = sorted(unlike.values(), key=costs.seconds)

@@ -37,3 +37,14 @@ def test_the_problems_own_schedule_has_one_spelling():
     near = neighbours(replace(TWO, schedule="zero_bubble"), incumbent_of(mixed()).costs)
     assert TWO in near
     assert "1f1b" not in {own.schedule for own in near}
+
+
+def test_chunks_that_take_turns_stay_in_step():
+    """Out of step every action waits for another stage's, which estimates do not see."""
+    halves = Candidate((CandidateStage(3, (SLOW,)), CandidateStage(3, (FAST,))))
+    turns = replace(halves, schedule="interleaved", chunks=3)
+    costs = incumbent_of(mixed()).costs
+    near = [own for own in neighbours(turns, costs) if own.schedule == "interleaved"]
+    assert near
+    assert all(own.is_in_step for own in near)
+    assert not all(own.is_in_step for own in neighbours(halves, costs) if own.chunks == 1)
