@@ -261,7 +261,9 @@ class ClusterSpec(Spec):
         return sum(node.count * node.accelerators for node in self.nodes)
 
     def network_of(self, rank: int) -> str | None:
-        """The CIDR in which this rank's node listens: the node's own, else the cluster's."""
+        """The CIDR in which this rank's node listens: the node's own, else the cluster's. Emulated ranks are not in it."""
+        if self.emulated:
+            return None
         own = self.places[rank].node.network if rank < self.size else None
         return own or self.network
 

@@ -59,6 +59,8 @@ def launch_commands(
     srun: one command, a component per node entry. sbatch: the batch script whose components srun then fills. `extra` is
     added to `hethub train`. Raises BadInput where the cluster file lacks the host names that the launcher needs.
     """
+    if cluster.emulated:  # whose ranks run here, in this environment
+        cluster = cluster.replace(nodes=tuple(node.replace(environment=None) for node in cluster.nodes))
     train = ("train", str(job), *extra)
     if launcher == "mpirun":
         return [Command(words=_mpirun(cluster, train), environment=_as_root())]
@@ -190,8 +192,8 @@ def hosts_of(node: NodeSpec) -> tuple[str, ...]:
 
 
 def is_local(cluster: ClusterSpec) -> bool:
-    """Whether all nodes are this machine: CPU nodes with neither hosts nor an environment of their own."""
-    return all(
+    """Whether all nodes are this machine: emulated ones, and CPU nodes with neither hosts nor an environment of their own."""
+    return cluster.emulated or all(
         node.hosts is None and node.environment is None and node.unnamed_device.vendor == "cpu"
         for node in cluster.nodes
     )

@@ -13,7 +13,7 @@ from hethub.kernels.device import Device
 from hethub.runtime.doctor.machine import examine
 from hethub.runtime.launch import device
 from hethub.runtime.launch.device import open_device
-from hethub.runtime.launch.launcher_command import SETTINGS, launch_commands, run_here
+from hethub.runtime.launch.launcher_command import LAUNCHERS, SETTINGS, LauncherName, launch_commands, run_here
 from hethub.runtime.launch.launcher_environment import LaunchInfo
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
@@ -192,6 +192,17 @@ def test_emulated_vendors_on_this_machine_are_one_start(launcher: str, count: st
     (command,) = launch_commands(JOB, LAPTOP, launcher)  # type: ignore[arg-type]
     assert count in command.words
     assert command.host is None
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_ranks_of_an_emulated_cluster_are_started_here(launcher: LauncherName) -> None:
+    """It is one that is not there: neither its machines, nor what is installed on them, nor their network."""
+    emulated = TWO_MAKERS.replace(emulated=True, network="10.0.0.0/16")
+    (command,) = launch_commands(JOB, emulated, launcher)
+    text = str(command)
+    assert command.host is None
+    assert " -m hethub train " in text or f"{sys.executable} -m hethub launch" in text
+    assert not [word for word in ("nv1", "amd1", "/opt/", "10.0.0.0", "--gpus-per-node", "MASTER_ADDR") if word in text]
 
 
 def test_machines_without_names_are_refused_with_an_example() -> None:

@@ -195,3 +195,4 @@ def test_a_node_may_have_a_network_of_its_own():
     nodes[1]["network"] = "192.168.1.0/24"
     cluster = ClusterSpec.model_validate({"name": "lab", "network": "10.0.0.0/16", "nodes": nodes})
     assert [cluster.network_of(rank) for rank in range(4)] == ["10.0.0.0/16"] * 2 + ["192.168.1.0/24"] * 2
+    assert {cluster.replace(emulated=True).network_of(rank) for rank in range(4)} == {None}  # which run on one host
