@@ -252,8 +252,8 @@ def strategy_of(job: "Job") -> str:
     return "auto"
 
 
-def a_number(option: str, text: str) -> float:
-    """A positive figure as people write it: 1e12, 300B, 1.5T. Raises BadInput."""
+def a_number(option: str, text: str, example: str) -> float:
+    """A positive figure as people write it: 1e12, 300B, 1.5T. Raises BadInput with an example."""
     factor = _SUFFIXES.get(text[-1:].upper(), 1.0)
     digits = text[:-1] if text[-1:].upper() in _SUFFIXES else text
     try:
@@ -261,7 +261,7 @@ def a_number(option: str, text: str) -> float:
     except ValueError:
         number = float("nan")
     if not 0 < number < float("inf"):
-        raise BadInput(f"{option} {text}: give a positive number, for example 1e12, 300B or 1.5T (K, M, B, T).")
+        raise BadInput(f"{option} {text}: give a positive number, for example {example}.")
     return number
 
 

@@ -85,8 +85,9 @@ def plan(options: argparse.Namespace) -> None:
     from hethub.spec.layout.bind import bind
     from hethub.spec.plan import save_plan
 
+    check_writable(options.out, reads=options.job)  # a folder, `.` say, has no suffix to take another for
     folder = options.alone or (options.out and options.out.with_suffix(".alone"))
-    check_writable(options.out, folder=folder, reads=options.job)
+    check_writable(folder=folder)
     if options.top < 0:
         raise BadInput(f"--top {options.top}: give the number of runners-up to show, 0 or more.")
     if options.robust:

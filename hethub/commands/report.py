@@ -15,6 +15,7 @@ from hethub.commands.common import (
     print_json,
     program_made_for,
 )
+from hethub.spec.errors import BadInput
 
 
 def add(commands: Any) -> None:
@@ -49,6 +50,8 @@ def report(options: argparse.Namespace) -> None:
     from hethub.spec.program import is_program_plan, load_program_plan
 
     check_writable(options.out, reads=options.what)
+    if not options.what.exists():
+        raise BadInput(f"{options.what}: there is no such run folder or plan file. Check the path.")
     if options.what.is_dir():
         out = options.out or options.what / "report.html"
         (report_program_run if is_program_plan(options.what / "plan.yaml") else report_run)(options.what, out)

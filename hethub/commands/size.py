@@ -62,9 +62,9 @@ def size(options: argparse.Namespace) -> None:
     from hethub.spec.cluster import load_cluster
     from hethub.spec.job import load_job
 
-    tokens = a_number("--tokens", options.tokens)
-    deadline = None if options.deadline is None else a_number("--deadline", options.deadline)
-    budget = None if options.budget is None else a_number("--budget", options.budget)
+    tokens = a_number("--tokens", options.tokens, "1e12, 300B or 1.5T (K, M, B, T)")
+    deadline = None if options.deadline is None else a_number("--deadline", options.deadline, "60")
+    budget = None if options.budget is None else a_number("--budget", options.budget, "250000 or 250K")
     if options.add and options.have is None:
         raise BadInput("--add ranks what to add to nodes owned; name them with --have CLUSTER.yaml.")
     ignored = [name for name in ("deadline", "budget", "out") if options.add and getattr(options, name) is not None]

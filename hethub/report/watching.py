@@ -30,6 +30,8 @@ def look(path: Path) -> Seen:
     """What a run folder says now. Raises BadInput where it is none."""
     if not (path / "job.yaml").exists():
         raise BadInput(f"{path}: there is no run here (job.yaml is missing); name the folder that train printed.")
+    if not any((path / name).exists() for name in (OWNER, "prediction.json", "metrics.jsonl")):
+        raise BadInput(f"{path}: there is no run here: job.yaml is a job to train; name the folder that train printed.")
     data, source = read_yaml(path / "job.yaml", "job file")
     job, folder = build(JobSpec, data, source, "job file"), RunFolder(path)
     # As far back as the last evaluation can lie: a long run has a hundred megabytes of metrics.

@@ -1,5 +1,6 @@
 """Accelerators: what a data sheet says of one device, and the packaged catalogue of them."""
 
+import re
 from functools import cache
 from importlib.resources import files
 from typing import Annotated, Literal
@@ -11,8 +12,19 @@ from hethub.spec.base import Spec
 from hethub.spec.errors import BadInput, suggest_some
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+_VENDOR = r"[a-z][a-z0-9_-]*"
+
+
+def _vendor(text: str) -> str:
+    if not re.fullmatch(_VENDOR, text):
+        raise ValueError(f"'{text}' is no vendor; write one word in lower case (nvidia, amd, cpu, intel, …).")
+    return text
+
+
 Vendor = Annotated[
-    str, Field(pattern=r"^[a-z][a-z0-9_-]*$", description="nvidia, amd, cpu, intel, …: names the island")
+    str,
+    Field(json_schema_extra={"pattern": f"^{_VENDOR}$"}, description="nvidia, amd, cpu, intel, …: names the island"),
+    AfterValidator(_vendor),
 ]
 Positive = Annotated[float, Field(gt=0)]
 # Of a data sheet or a price list: beyond these bounds the unit was mistaken, and sums of such figures would overflow.

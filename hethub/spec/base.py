@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -38,7 +38,9 @@ def build(cls: type[SpecT], data: Any, source: Source, what: str, prefix: KeyPat
     if not isinstance(data, Mapping):
         raise BadInput(f"{source.at(prefix)}: a {what} is a mapping of keys to values; got {describe(data)}.")
     if misplaced := [*_misplaced(data, cls)]:
-        raise BadInput(" ".join(f"{source.at((*prefix, *path))} {_MISPLACED}" for path in misplaced))
+        raise BadInput(
+            " ".join(f"{source.at((*prefix, *path))} {_MISPLACED}; {_instead(wanted)}." for path, wanted in misplaced)
+        )
     try:
         return cls.model_validate(data)
     except ValidationError as error:
@@ -46,17 +48,29 @@ def build(cls: type[SpecT], data: Any, source: Source, what: str, prefix: KeyPat
         raise BadInput(explain(error, cls, source, prefix)) from None
 
 
-_MISPLACED = (
-    "is yes or no (so YAML reads yes, no, on, off, true and false), and this key takes neither; give a number, or put the "
-    "word in quotes."
-)
+_MISPLACED = "is yes or no (so YAML reads yes, no, on, off, true and false), and this key takes neither"
 
 
-def _misplaced(value: Any, annotation: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Where a boolean stands, though what the annotation describes has none there: pydantic counts it as 1 or 0."""
+def _instead(annotation: Any) -> str:
+    """What to give where a boolean is none."""
+    *others, last = [f"'{word}'" for word in _words_of(annotation)] or [""]
+    return f"give {', '.join(others)} or {last}" if others else "give a number, or put the word in quotes"
+
+
+def _words_of(annotation: Any) -> list[str]:
+    """The words that an annotation takes, where it takes some words alone."""
+    inner = getattr(annotation, "__args__", ())
+    if get_origin(annotation) is Literal:
+        return [word for word in inner if isinstance(word, str)]
+    return [word for each in inner for word in _words_of(each)]
+
+
+def _misplaced(value: Any, annotation: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Where a boolean stands, though what the annotation describes has none there (pydantic counts it as 1 or 0), and that
+    annotation."""
     if isinstance(value, bool):
         if annotation is not type(None) and not _mentions_bool(annotation) and _spec_in(annotation) is None:
-            yield path
+            yield path, annotation
     elif isinstance(value, list):
         for place, item in enumerate(value):
             yield from _misplaced(item, annotation, (*path, place))
@@ -82,6 +96,7 @@ _TELLING = {
     "plan file": ("stages", "program"),
     "model file": ("hidden", "layers"),
     "cluster file": ("nodes",),
+    "catalogue": ("nodes",),
 }
 
 
@@ -163,6 +178,9 @@ _SHAPES = {
     **dict.fromkeys(("model_type", "dict_type"), "input should be a mapping of keys to values"),
     **dict.fromkeys(("tuple_type", "list_type"), "input should be a list"),
     "none_required": "hethub has nothing of the kind; leave it out",  # a key that is reserved
+    "bool_parsing": "input should be true or false",
+    "float_parsing": "input should be a number alone, without its unit",
+    "string_type": "input should be text (a number or a date in quotes)",
     "int_parsing": "input should be a whole number in digits (10000; YAML takes 1e4 for text)",
 }
 

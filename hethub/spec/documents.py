@@ -23,6 +23,8 @@ MOST_JSON_BYTES = 2**26
 MOST_DEPTH = 64  # the deepest of our files has twelve levels
 MOST_ALIASED_NODES = 100_000
 
+_VALUE = "value"  # what --set gives, on the command line: it has no lines
+
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where PyYAML was built with libyaml
 
 
@@ -126,7 +128,7 @@ def parse_yaml(text: str, name: str, what: str) -> tuple[Any, Source]:
         return loader.construct_document(root), Source(name, lines)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{name}, line {mark.line + 1}" if mark else name
+        place = f"{name}, line {mark.line + 1}" if mark and what != _VALUE else name
         tab = " Indent with spaces, not with tabs." if mark and text[mark.index : mark.index + 1] == "\t" else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         context = f"{error.context}, " if problem.startswith("but ") else ""  # type: ignore[attr-defined]
@@ -231,7 +233,7 @@ def set_key(override: str, data: Any, source: Source) -> None:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         raise BadInput(f"--set {override}: write key.path=value, for example --set train.steps=5.")
-    value, _ = parse_yaml(text, f"--set {override}", "value")
+    value, _ = parse_yaml(text, f"--set {override}", _VALUE)
     *parents, last = key.split(".")
     here, outermost = data, (*parents, last)
     for depth, parent in enumerate(parents, 1):

@@ -31,6 +31,8 @@ def refused(capsys, *arguments):
         (["train", "job.yaml", "--run-dir", ""], ["--run-dir", "is empty"]),
         (["size", "job.yaml", "--tokens", "many"], ["--tokens many", "1e12, 300B or 1.5T"]),
         (["size", "job.yaml", "--tokens", "-1T"], ["--tokens"]),
+        (["size", "job.yaml", "--tokens", "1T", "--deadline", "soon"], ["--deadline soon", "for example 60."]),
+        (["report", "runs/gone"], ["runs/gone: there is no such run folder or plan file"]),
         (["schema", "jobs"], ["jobs", "job", "cluster"]),
         (["catalogue", "H1000"], ["H1000", "did you mean", "H100"]),
     ],
@@ -60,6 +62,7 @@ def test_errors_of_set_speak_of_set_and_not_of_a_line(tmp_path, capsys):
         ("plan", ["--out", "job.yaml"], "job.yaml: this is the file to read, and would be overwritten"),
         ("predict", ["--trace", "job.yaml"], "job.yaml: this is the file to read, and would be overwritten"),
         ("report", ["--out", "./job.yaml"], "job.yaml: this is the file to read, and would be overwritten"),
+        ("plan", ["--out", "."], ".: this is a folder, and a file is to be written"),
         ("plan", ["--alone", "model.yaml"], "model.yaml: this is a file, and a folder is to be written"),
         ("init", ["--out", "model.yaml"], "model.yaml: this is a file, and a folder is to be written"),
     ],
@@ -93,6 +96,11 @@ def test_a_plan_that_is_neither_strategy_nor_file_is_not_ignored(command, tmp_pa
         (["plan", "plan.yaml"], "this is a plan file, as its key 'stages' says; name a job file here"),
         (["train", "cluster.yaml"], "this is a cluster file, as its key 'nodes' says; name a job file here"),
         (["plan", "job.yaml", "--set", "cluster=model.yaml"], "this is a model file"),
+        (
+            ["size", "job.yaml", "--tokens", "1T", "--catalogue", "model.yaml"],
+            "this is a model file, as its key 'hidden' says",
+        ),
+        (["watch", "."], "there is no run here: job.yaml is a job to train; name the folder that train printed"),
         (["diff", "plan.yaml", "job.yaml"], "this is a job file, as its key 'train' says; name a plan file"),
     ],
 )

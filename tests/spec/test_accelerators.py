@@ -85,7 +85,7 @@ def test_a_name_that_several_begin_with_names_them_all() -> None:
     ("changed", "said"),
     [
         ("gbps_per_nic: 400000", "gbps_per_nic: 400000 is beyond physics"),  # Mbit/s
-        ("gbps_per_nic: 400 Gbit/s", "gbps_per_nic is '400 Gbit/s', but input should be a valid number"),
+        ("gbps_per_nic: 400 Gbit/s", "gbps_per_nic is '400 Gbit/s', but input should be a number alone, without its unit"),
         ("gbps_per_nic: 400, gbit: 3", "gbit"),
         ("gbps_per_nic: 400, accelerator: {name: a, vendor: a, memory_gb: 80, memory_gbytes_per_second: 3350000, "
          "fp32_tflops: 60, link_gbytes_per_second: 450}", "memory_gbytes_per_second: 3.35e+06 is beyond physics"),

@@ -87,9 +87,10 @@ class ChatTemplate:
             ) from None
         return text
 
-    def conversation(self, messages: Any, place: str, num_bytes: int) -> Conversation:
-        """The whole text, and the assistant's turns in it with what the template ends them with. Raises BadInput."""
-        _check(messages, place)
+    def conversation(self, messages: Any, key: str, place: str, num_bytes: int) -> Conversation:
+        """The whole text, and the assistant's turns in it with what the template ends them with; `key`: under which the
+        messages stand. Raises BadInput."""
+        _check(messages, key, place)
         text, learnt = self.render(messages, place), []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -129,10 +130,10 @@ def special_token(config: dict[str, Any], key: str) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _check(messages: Any, place: str) -> None:
-    rule = _RULE.format(key="messages")
+def _check(messages: Any, key: str, place: str) -> None:
+    rule = _RULE.format(key=key)
     if not isinstance(messages, list) or not messages:
-        raise BadInput(f"{place}: got {describe(messages)} for messages. {rule}")
+        raise BadInput(f"{place}: got {describe(messages)} for `{key}`. {rule}")
     for number, message in enumerate(messages, 1):
         fits = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         if not fits:
@@ -146,6 +147,6 @@ def conversations(files: Sequence[Path], key: str, template: ChatTemplate) -> It
     for path in files:
         try:
             for place, num_bytes, messages in records(path, key, _RULE):
-                yield template.conversation(messages, place, num_bytes)
+                yield template.conversation(messages, key, place, num_bytes)
         except OSError as error:
             raise BadInput(f"{path}: cannot be read ({error.strerror}). Check that it is a readable file.") from None

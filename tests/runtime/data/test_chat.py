@@ -42,9 +42,13 @@ def save_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
         (folder / "chat_template.jinja").write_text(template)
 
 
-def opened(folder: Path, chats: list[Any], *, document_mask: bool = False, **more: Any) -> Dataset:
-    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    spec = DataSpec(source="chat", path="chats.jsonl", tokenizer="tokenizer.json", document_mask=document_mask)
+def opened(
+    folder: Path, chats: list[Any], *, document_mask: bool = False, text: str | None = None, **more: Any
+) -> Dataset:
+    (folder / "chats.jsonl").write_text("".join(json.dumps({text or "messages": chat}) + "\n" for chat in chats))
+    spec = DataSpec(
+        source="chat", path="chats.jsonl", tokenizer="tokenizer.json", document_mask=document_mask, text=text
+    )
     return open_dataset(spec, folder, seq_len=8, seed=1, vocab=200, **more)
 
 
@@ -125,16 +129,16 @@ def test_a_conversation_is_one_document_whatever_ends_its_turns(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("chat", "words"),
     [
-        ([], "got nothing|got \\[\\] for messages"),
-        ([{"role": "user"}], r"message 1 is \{'role': 'user'\}"),
-        ("hello", "got 'hello' for messages"),
+        ([], r"got \[\] for `turns`.*under the key `turns`"),
+        ([{"role": "user"}], r"message 1 is \{'role': 'user'\}.*under the key `turns`"),
+        ("hello", "got 'hello' for `turns`"),
         ([{"role": "user", "content": "\ud800"}], "half a surrogate"),
     ],
 )
 def test_a_broken_conversation_is_named(tmp_path: Path, chat: Any, words: str) -> None:
     save_tokenizer(tmp_path)
     with pytest.raises(BadInput, match=f"chats.jsonl, line 2: .*({words})"):
-        opened(tmp_path, [CHAT, chat])
+        opened(tmp_path, [CHAT, chat], text="turns")
 
 
 def test_conversations_without_a_turn_of_the_assistant_are_refused(tmp_path: Path) -> None:
