@@ -55,5 +55,8 @@ def test_a_model_that_is_not_known_names_its_heads(tmp_path: Path) -> None:
 
 
 def test_a_layer_table_without_a_row_that_counts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "times.csv").write_text("forward_ms\n1\n")
+    with pytest.raises(BadInput, match=r"lacks the column\(s\) model, hidden, accelerator, seq, [^;]*backward_ms; its"):
+        validate(tmp_path / "times.csv")
     with pytest.raises(BadInput, match="none of its 1 rows"):
         validate(table(tmp_path, {**LAYER, "model": "vit_e"}))

@@ -153,6 +153,10 @@ def test_no_table_is_bad_input(tmp_path: Path) -> None:
         validate(tmp_path / "none.csv")
     with pytest.raises(BadInput, match="no case here"):
         validate(tmp_path)
+    with pytest.raises(BadInput, match=r"table.csv: the table has no row below the names of its columns\.$"):
+        validate(table(tmp_path))
+    with pytest.raises(BadInput, match=r"'H100' is not in the catalogue; .*link_gbytes_per_second\.$"):
+        validate(table(tmp_path, {"accelerator": "H100"}))
 
 
 def test_a_table_that_a_spreadsheet_wrote_is_read(tmp_path: Path) -> None:

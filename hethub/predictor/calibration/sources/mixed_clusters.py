@@ -44,7 +44,8 @@ def _mixed_row(name: str, row: dict[str, Any]) -> Case:
     try:
         case = _amp(row, name) if "tp" in row else _sailor(row, name)
     except (KeyError, TypeError, IndexError, ZeroDivisionError) as error:
-        raise ValueError(f"no measured plan as AMP or Sailor published theirs: {error!r}") from None
+        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"no measured plan as AMP or Sailor published theirs: {why}") from None
     for key in ("micro_batch", "global_batch"):
         if not isinstance(row[key], int) or not 1 <= row[key] <= LARGEST:
             raise ValueError(f"{key} is {row[key]!r}; a whole number is needed, up to {LARGEST:,}")

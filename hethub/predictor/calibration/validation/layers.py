@@ -24,7 +24,7 @@ def validate_layers(path: Path, by: str, constants: Constants) -> dict[str, Any]
     by = "accelerator" if by == "source" else by
     found: list[tuple[str, Mapping[str, str], LayerRow]] = []
     skipped = []
-    for name, row in read_lines(path, (*COLUMNS, by)):
+    for name, row in read_lines(path, tuple(dict.fromkeys((*COLUMNS, by)))):
         try:
             layer = read_layer_row(row)
             if not layer.is_transformer:

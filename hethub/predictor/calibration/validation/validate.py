@@ -44,7 +44,9 @@ def validate(path: Path, by: str = "source", constants: Constants | None = None)
         except BadInput as error:  # a link speed that the row lacks
             skipped.append({"id": case.id, "why": str(error)})
     if not outcomes:
-        why = skipped[0]["why"] if skipped else "the table is empty"
+        if not skipped:
+            raise BadInput(f"{path}: the table has no row below the names of its columns.")
+        why = skipped[0]["why"].rstrip(".")
         raise BadInput(f"{path}: none of its {len(skipped)} rows can be predicted; the first: {why}.")
     sound = [(case, outcome) for case, outcome in outcomes if not case.suspect]
     rows = [_row(case, outcome) for case, outcome in outcomes]
