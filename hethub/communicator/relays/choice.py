@@ -56,7 +56,9 @@ class RelayChoice:
 def check_relay(name: str) -> str:
     """The name. Raises BadInput if there is no such relay."""
     if name not in RELAYS:
-        raise BadInput(f"communicator.relay is {name!r}; choose one of {', '.join(RELAYS)}.")
+        raise BadInput(
+            f"communicator.relay (in a program HETHUB_RELAY) is {name!r}; choose one of {', '.join(RELAYS)}."
+        )
     return name
 
 

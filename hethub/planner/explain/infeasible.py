@@ -49,11 +49,16 @@ def nothing_fits(problem: Problem, incumbent: Incumbent, strategy: str) -> str:
         f"{number} {name} by up to {worst:,} bytes ({worst / 2**30:.2f} GiB)"
         for name, (number, worst) in misses.items()
     )
-    listed = listed or "the hosts (host_memory_gb of their nodes), which hold what is offloaded and a checkpoint's copy"
+    exceeded = f"the memory (of which {reserve:.0%} stay free) of {listed}"
+    if not misses:
+        exceeded = (
+            "the hosts' memory, which holds what is offloaded and a checkpoint's copy; where the machines have more, raise host_memory_gb "
+            "of their nodes"
+        )
     helps = [change.words for change in verified(problem)]
     return (
         f"no plan fits: model '{problem.model.name}' with global_batch {problem.batch.global_batch} and seq_len {problem.batch.seq_len} on "
-        f"cluster '{problem.cluster.name}'. The plan that comes closest exceeds the memory (of which {reserve:.0%} stay free) of {listed}. "
+        f"cluster '{problem.cluster.name}'. The plan that comes closest exceeds {exceeded}. "
         + (
             f"A plan fits with {'; or with '.join(helps)}."
             if helps

@@ -75,7 +75,7 @@ def test_stored_relays_that_cannot_be_connected_are_chosen_anew():
 
 def test_an_unknown_relay_is_refused():
     outcomes = start_ranks(2, reduce_small_and_large, connect={"islands": [[0], [1]], "relay": "smoke"})
-    assert all("communicator.relay is 'smoke'" in outcome.error[1] for outcome in outcomes)
+    assert all("communicator.relay (in a program HETHUB_RELAY) is 'smoke'" in outcome.error[1] for outcome in outcomes)
 
 
 @pytest.mark.parametrize(

@@ -33,3 +33,13 @@ def test_more_of_nodes_with_host_names_are_a_remedy_too() -> None:
     cluster = ClusterSpec.model_validate({"name": "named", "nodes": [node]})
     with pytest.raises(BadInput, match=r"\d more of node 'a'"):
         plan(model, cluster, Batch(64, 64, "bf16"), with_bounds=False)
+
+
+def test_host_memory_that_is_too_small_is_told_without_the_accelerators_reserve() -> None:
+    model = TINY.replace(name="wide", layers=16, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)
+    node = {"name": "a", "accelerator": "MI300X", "accelerators": 8, "host_memory_gb": 1, "gbps_per_nic": 100}
+    cluster = ClusterSpec.model_validate({"name": "few hosts", "nodes": [node]})
+    with pytest.raises(
+        BadInput, match=r"comes closest exceeds the hosts' memory, which holds [^%]* raise host_memory_gb"
+    ):
+        plan(model, cluster, Batch(8, 64, "bf16"), with_bounds=False)
