@@ -180,7 +180,7 @@ def _add_profile(commands: Any) -> None:
         "profile",
         profile,
         "Measures the accelerators it is started on, and under a launcher the links between them.",
-        "mpirun -n 4 hethub profile configs/jobs/laptop-mixed.yaml --out profile.json",
+        "mpirun -n 4 --oversubscribe hethub profile configs/jobs/laptop-mixed.yaml --out profile.json",
     )
     add_job_if_any(parser, "measure this job's model (default: a layer of usual size)")
     text = "measure nothing; put the profiles of several nodes together (of equal points the slower counts)"
@@ -225,13 +225,16 @@ def _add_bench(commands: Any) -> None:
         "bench",
         bench,
         "Times communication between the ranks it is started on: bridged, native and flat.",
-        'HETHUB_ISLANDS="0,1|2,3" mpirun -n 4 hethub bench comm --sizes 4096,1048576',
+        'HETHUB_ISLANDS="0,1|2,3" mpirun -n 4 --oversubscribe hethub bench comm --sizes 4096,1048576',
     )
     parser.add_argument("what", choices=("comm",), help="all-reduce, all-gather, reduce-scatter and messages")
     text = "take this job's cluster (islands, network) and communicator (relay, wire, lanes, timeout)"
     add_job_if_any(parser, text)
     parser.add_argument(
-        "--lanes", type=int, help="connections per pair of ranks for the gloo relay (default: the job's, or 1)"
+        "--lanes",
+        type=int,
+        metavar="N",
+        help="connections per pair of ranks for the gloo relay (default: the job's, or 1)",
     )
     parser.add_argument("--sizes", metavar="BYTES,…", help="message sizes (default 4 KiB to 64 MiB)")
     add_json(parser)

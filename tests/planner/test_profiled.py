@@ -103,12 +103,17 @@ def test_a_profile_of_another_model_is_refused() -> None:
         plan(TINY, CLUSTER, BATCH, profile=measured)
 
 
-def test_a_profile_of_other_accelerators_is_refused_by_the_command(tmp_path) -> None:
+def test_a_profile_of_other_accelerators_or_another_model_is_refused_by_its_file(tmp_path) -> None:
     job = write_job(tmp_path / "job", plan="auto")
     file = tmp_path / "profile.json"
-    file.write_text(json.dumps(profile({"T4": 1e-3}).to_dict()))
-    ended = one(ranks(1, "plan", job, "--profile", file, cwd=tmp_path))
-    assert ended.exit_code == 2
-    assert "the profile measured T4 in fp32" in ended.stderr
+    other = TINY.replace(hidden=2 * TINY.hidden)
+    for measured, words in (
+        (profile({"T4": 1e-3}), "T4 in fp32"),
+        (profile({"CPU-core": 1e-3}, other), "layers of model"),
+    ):
+        file.write_text(json.dumps(measured.to_dict()))
+        ended = one(ranks(1, "plan", job, "--profile", file, cwd=tmp_path))
+        assert ended.exit_code == 2
+        assert f"hethub: {file}: the profile measured {words}" in ended.stderr
     ended = one(ranks(1, "plan", job, "--set", f"profile={file}", cwd=tmp_path))
     assert ended.exit_code == 2

@@ -147,13 +147,19 @@ def load_profile(path: str | Path) -> ProfileSpec:
 
 
 def profile_for(job: "Job", path: Path | None) -> ProfileSpec | None:
-    """The profile at `path`, else the one the job names, else None. Raises BadInput where it is not the job's
-    cluster's."""
+    """The profile at `path`, else the one the job names, else None. Raises BadInput, which names the file, where it is not
+    of the job's model and cluster."""
     if path is None and job.spec.profile is None:
         return None
-    profile = load_profile(path or job.base / str(job.spec.profile))
-    if job.cluster is not None:
-        profile.check_devices(job.cluster, job.spec.train.precision)
+    file = path or job.base / str(job.spec.profile)
+    profile = load_profile(file)
+    try:
+        if job.cluster is not None:
+            profile.check_devices(job.cluster, job.spec.train.precision)
+        if job.described is not None:
+            profile.check_model(job.described)
+    except BadInput as error:
+        raise BadInput(f"{file}: {error}") from None
     return profile
 
 
