@@ -53,7 +53,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument(
         "--strategy",
         metavar="NAME",
-        help="auto, exhaustive (small spaces), or one system's planner (default: the job's)",
+        help="auto, exhaustive (small spaces), hap, or one system's planner: hethub, poplar, cephalo, zorse, uniform (default: the job's)",
     )
     parser.add_argument("--out", type=path, metavar="PLAN.yaml", help="write the plan here")
     add_profile(parser)
