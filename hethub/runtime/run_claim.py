@@ -39,6 +39,8 @@ class RunClaim:
 
         Raises BadInput where another job has it, naming that, or it cannot be written.
         """
+        if folder.exists() and not folder.is_dir():
+            raise BadInput(f"{folder}: this is a file, and a run's folder is to be written; give another --run-dir.")
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)

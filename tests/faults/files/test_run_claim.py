@@ -148,3 +148,12 @@ def test_a_folder_that_cannot_be_claimed_is_named(how: str, tmp_path: Path) -> N
     ):
         RunClaim().take(spoilt(tmp_path, how))
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_file_in_the_place_of_a_run_folder_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        BadInput, match=r"file: this is a file, and a run's folder is to be written; give another --run-dir\."
+    ):
+        RunClaim().take(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == ""
