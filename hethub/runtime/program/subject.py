@@ -28,14 +28,15 @@ class Batches:
 
     def __init__(self, source: Iterable[Any], dtype: torch.dtype, place: str) -> None:
         self._source, self._dtype, self._place = source, dtype, place
-        self._iterator, self._taken = iter(source), 0
+        self._iterator: Iterator[Any] = iter(())  # the source's is begun where its faults are told
+        self._taken = 0
         self.first = self._take(1)  # what the step is traced with
         self._ahead: Batch | None = self.first
 
     def at(self, step: int) -> Batch:
         """The batch of `step`, counted from 1; steps are asked for in order, those before the first are passed over.
 
-        Raises RunFailed where a generator ends too early.
+        Raises RunFailed where a generator ends too early, or fails.
         """
         while self._taken < step:
             self._ahead = self._take(step)
@@ -44,20 +45,34 @@ class Batches:
         return batch
 
     def _take(self, step: int) -> Batch:
-        batch = next(self._iterator, None)
-        if batch is None and self._iterator is not self._source:
-            self._iterator = iter(self._source)
+        try:
             batch = next(self._iterator, None)
+            if batch is None and self._iterator is not self._source:
+                self._iterator = iter(self._source)
+                batch = next(self._iterator, None)
+        except Exception as error:  # of the user's own code, so of any type
+            raise self._fault(step, f"failed: {type(error).__name__}: {error}") from error
         if batch is None:
-            if self._taken:
-                raise RunFailed(f"{self._place}: its batches ended before step {step}; lower train.steps.")
-            raise BadInput(f"{self._place}: its batches are empty; give at least one.")
-        self._taken += 1
+            raise self._fault(step, "ended; lower train.steps." if self._taken else "are empty; give at least one.")
         tensors = batch if isinstance(batch, (tuple, list)) else (batch,)
         wrong = next((value for value in tensors if not isinstance(value, Tensor)), None)
         if wrong is not None:
-            raise BadInput(f"{self._place}: a batch holds {type(wrong).__name__}; make batches tuples of tensors.")
-        return tuple(value.to(self._dtype) if value.is_floating_point() else value for value in tensors)
+            raise self._fault(step, f"hold {type(wrong).__name__}; make batches tuples of tensors.")
+        self._taken += 1
+        return tuple(_in_precision(value, self._dtype) for value in tensors)
+
+    def _fault(self, step: int, what: str) -> BadInput | RunFailed:
+        """Nothing is written before the first batch."""
+        if not self._taken:
+            return BadInput(f"{self._place}: its batches {what}")
+        return RunFailed(f"{self._place}: before step {step} its batches {what}")
+
+
+def _in_precision(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Complex numbers stay complex, where a module's own `.to` drops their imaginary parts; whole ones stay as they are."""
+    if value.is_complex():
+        return value.to(dtype.to_complex())
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +157,12 @@ def _made(job: Job, reference: str, example: Batch) -> Subject:
             f"{place}: the factory returned {type(made).__name__}; return a torch.nn.Module, or it and an iterable of batches."
         )
     dtype = DTYPES[job.spec.train.precision]
-    module = module.to(dtype)
+    if (name := next((name for name, value in module.named_parameters() if value.is_complex()), None)) is not None:
+        raise BadInput(
+            f"{place}: '{name}' is complex, which the optimizer of a job does not step; keep its real and imaginary part as a"
+            " last dimension of 2, and let forward take torch.view_as_complex of it."
+        )
+    module._apply(lambda value: _in_precision(value, dtype))
     if source is None:
         return Subject(name=reference, module=module, example=example, batches=None)
     if not isinstance(source, Iterable):
