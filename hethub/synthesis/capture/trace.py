@@ -138,15 +138,23 @@ class _Tracing:
 
     def _step(self, values: list[torch.Tensor]) -> list[Any]:
         given = dict(zip(self._values, values, strict=True))
-        held = {name: given[first] for name, first in self._first.items()}
+        held = {name: given[self._first[name]] for name in self._places()}
         swapped = {f"inner.{name}": value for name, value in held.items()}
         # Gradients are taken before the module has its own weights back, which recomputed forwards would read.
         whole = _Then(self._module, lambda loss: self._differentiated(loss, given))
-        results = functional_call(whole, swapped, tuple(v for n, v in given.items() if n.startswith(INPUT)))
+        inputs = tuple(v for n, v in given.items() if n.startswith(INPUT))
+        results = functional_call(whole, swapped, inputs, tie_weights=False)
         for name, value in held.items():
             if value is not swapped[f"inner.{name}"]:
                 refuse_update(name)
         return results
+
+    def _places(self) -> list[str]:
+        """One name of every attribute that holds a parameter or buffer: a module that is there under two names has two, and
+        would be given each tensor twice and its own back once."""
+        held = [(prefix, {**inner._parameters, **inner._buffers}) for prefix, inner in self._module.named_modules()]
+        names = [f"{prefix}.{name}" if prefix else name for prefix, own in held for name in own]
+        return [name for name in names if name in self._first]
 
     def _differentiated(self, loss: Any, given: dict[str, torch.Tensor]) -> list[Any]:
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:

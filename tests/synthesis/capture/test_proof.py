@@ -164,6 +164,32 @@ def test_what_can_be_captured_is_proved_equal(kind: type[nn.Module]) -> None:
     assert len([o for o in graph.operators if o.key == "aten.relu.default"]) == (kind is Rectified)
 
 
+class Shared(nn.Module):
+    """One layer in three places, as ALBERT has it, with a frozen weight in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8).requires_grad_(False))
+        self.layers = nn.Sequential(layer, layer, layer)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(values)
+        return out
+
+
+def test_a_layer_in_several_places_is_one() -> None:
+    """It was refused, as one that changes its own weight."""
+    module = Net(Shared).double()
+    before = dict(module.named_parameters(remove_duplicate=False))
+    graph = trace(module, batch())
+    assert [name for name in graph.parameters if "inner" in name] == [
+        "inner.layers.0.0.weight",
+        "inner.layers.0.0.bias",
+    ]
+    assert list(graph.buffers) == ["inner.layers.0.2.weight", "inner.layers.0.2.bias"]
+    assert all(value is before[name] for name, value in module.named_parameters(remove_duplicate=False))
+
+
 def test_a_hook_on_a_gradient_is_refused() -> None:
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         module = Net().double()
