@@ -223,11 +223,20 @@ def program_made_for(plan: "ProgramPlanSpec", path: Path, job_path: Path | None)
 
 def program_for(plan: "ProgramPlanSpec", path: Path, job: "Job") -> "ProgramFor":
     """What a job given beside the plan file of a program says. Raises BadInput where the program is not for it."""
-    from hethub.spec.program import ProgramFor
+    from hethub.spec.program import ProgramFor, is_for_cluster
 
     cluster = known_cluster(job)
     if plan.program.ranks != cluster.size:
         raise BadInput(f"{path}: the program is for {plan.program.ranks} ranks, the cluster has {cluster.size}.")
+    for key in ("global_batch", "seq_len", "precision"):
+        before, now = getattr(plan, key), getattr(job.spec.train, key)
+        if before != now:
+            raise BadInput(f"{path}: the program is for {key} {before}, {job.path} has {now}; plan again.")
+    if not is_for_cluster(plan, cluster):
+        raise BadInput(
+            f"{path}: its times are those of cluster '{plan.cluster}' as it was when the program was planned, and {job.path} has another;"
+            " plan again, or give the plan without the job."
+        )
     items = plan.job.items if plan.job is not None else "samples" if job.described is None else "tokens"
     return ProgramFor(cluster=cluster, reserve=job.spec.constraints.reserve, items=items)
 

@@ -1,5 +1,6 @@
 """A training step as one graph: operators of forward and backward in the order they run, and the tensors between."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -201,6 +202,13 @@ def replaced(value: Any, kind: type, with_what: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: replaced(item, kind, with_what) for key, item in value.items()}
     return value
+
+
+def fingerprint(graph: Graph) -> str:
+    """A text that differs where a program made for one graph would not fit another."""
+    told = [f"{o.name} {o.key} {o.inputs} {o.outputs} {graph.shapes_out(o)}" for o in graph.operators]
+    names = [f"{name} {tensor}" for name, tensor in graph.parameters.items()]
+    return hashlib.sha256("\n".join([*told, *names]).encode()).hexdigest()[:16]
 
 
 def repeated(graph: Graph) -> list[int]:

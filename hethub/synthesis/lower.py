@@ -2,26 +2,18 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hethub.spec.errors import BadInput
-from hethub.synthesis.costs import Move, Shares
-from hethub.synthesis.graph import Graph
+from hethub.synthesis.costs import Move
+from hethub.synthesis.graph import Graph, fingerprint
+from hethub.synthesis.layout import Layout
 from hethub.synthesis.pieces import Exchange, Summing, bounds, piece, run_piece
 from hethub.synthesis.program import Program, runs_beside
-from hethub.synthesis.ratios import rounded
-from hethub.synthesis.rules import WHOLE, Cut, Rule, Rules, State
-
-
-def fingerprint(graph: Graph) -> str:
-    """A text that differs where a program made for one graph would not fit another."""
-    told = [f"{o.name} {o.key} {o.inputs} {o.outputs} {graph.shapes_out(o)}" for o in graph.operators]
-    names = [f"{name} {tensor}" for name, tensor in graph.parameters.items()]
-    return hashlib.sha256("\n".join([*told, *names]).encode()).hexdigest()[:16]
+from hethub.synthesis.rules import WHOLE, Cut, State
 
 
 def digest(values: Iterable[tuple[object, torch.Tensor]]) -> int:
@@ -36,80 +28,6 @@ def digest(values: Iterable[tuple[object, torch.Tensor]]) -> int:
 def digest_of_start(module: torch.nn.Module, graph: Graph) -> int:
     """Of all that a step takes from its module: weights, buffers and constants."""
     return digest([*module.named_parameters(), *module.named_buffers(), *sorted(graph.constants.items())])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """A program for one number of samples: every operator's rule, how tensors get where they are needed, and shares."""
-
-    graph: Graph
-    rules: Rules
-    chosen: list[Rule]
-    moves: dict[tuple[int, State], Move]  # by tensor and the state that it is brought into
-    shares: Shares
-
-    @classmethod
-    def planned(cls, graph: Graph, program: Program) -> "Layout":
-        """As planned, for the graph that the program was made for."""
-        rules = Rules(graph)
-        chosen = [rules.of[number][rule] for number, rule in enumerate(program.rules)]
-        moves = {(move.tensor, move.target): move for move in program.moves}
-        return cls(graph=graph, rules=rules, chosen=chosen, moves=moves, shares=program.shares)
-
-    def of(self, tensor: int, state: State) -> tuple[int, ...]:
-        """The ranks' shares of the axis that a tensor is cut along in `state`."""
-        return self.shares[self.rules.axis(tensor, state)] if isinstance(state, Cut) else ()
-
-    def at(self, samples: int, program: Program) -> "Layout":
-        """The same for another number of samples, which ranks share in nearly the same ratios.
-
-        Tensors are cut along the same dimensions; merged ones may consist of another number of blocks. Raises BadInput
-        where the module's operators can no longer be cut so.
-        """
-        graph = self.graph.at(samples)
-        rules = Rules(graph)
-        cuts = [
-            dict(zip(old, new, strict=True)) if [c.dim for c in old] == [c.dim for c in new] else {}
-            for old, new in zip(self.rules.all_cuts, rules.all_cuts, strict=True)
-        ]
-
-        def image(tensor: int, state: State) -> State:
-            return cuts[tensor][state] if isinstance(state, Cut) else state
-
-        axes: dict[int, int] = {}
-        try:
-            for tensor, own in enumerate(cuts):
-                for old, new in own.items():
-                    if axes.setdefault(self.rules.axis(tensor, old), rules.axis(tensor, new)) != rules.axis(
-                        tensor, new
-                    ):
-                        raise LookupError
-            chosen = [rules.of[number][rule] for number, rule in enumerate(program.rules)]
-            for operator, before, after in zip(graph.operators, self.chosen, chosen, strict=True):
-                tensors = (*operator.inputs, *operator.made)
-                states = map(image, tensors, (*before.inputs, *before.outputs))
-                if tuple(states) != (*after.inputs, *after.outputs):
-                    raise LookupError
-            shares = [(0,) * program.size] * len(rules.axes)
-            for old_axis, axis in axes.items():
-                own_shares, atoms = self.shares[old_axis], rules.axes[axis].atoms
-                kept = sum(own_shares) == atoms
-                shares[axis] = own_shares if kept else rounded([n / sum(own_shares) for n in own_shares], atoms)
-            moves = {
-                (t, image(t, target)): move._replace(source=image(t, move.source), target=image(t, target))
-                for (t, target), move in self.moves.items()
-            }
-            layout = Layout(graph=graph, rules=rules, chosen=chosen, moves=moves, shares=tuple(shares))
-            for name, state in program.kept.items():
-                tensor = graph.parameters[name]
-                if layout.of(tensor, image(tensor, state)) != self.of(tensor, state):
-                    raise LookupError
-        except LookupError:
-            raise BadInput(
-                f"the program for {self.graph.samples} samples cannot be run with {samples}; plan again with so many, or give"
-                " every step batches of one size."
-            ) from None
-        return layout
 
 
 def _copied(value: Any) -> Any:
@@ -173,18 +91,19 @@ class Step:
         self._shards = {}
         for name in self._graph.parameters:
             self._shards[name] = torch.nn.Parameter(self._own(name, owned[name].detach()))
-        firsts = {id(owned[name]): name for name in self._graph.parameters}
-        held = module.state_dict(keep_vars=True)
-        firsts.update({id(owned[name]): name for name in self._graph.updates})
+        firsts = {id(owned[name]): name for name in (*self._graph.parameters, *self._graph.buffers) if name in owned}
         # Of every entry of the module's state: what it is of the step's own, or its value where the step has no part in it.
-        self._entries = {key: firsts.get(id(value), _copied(value)) for key, value in held.items()}
+        held = module.state_dict(keep_vars=True).items()
+        self._entries = {key: firsts[id(value)] if id(value) in firsts else _copied(value) for key, value in held}
 
     def _shape(self, entry: Any) -> torch.Size | None:
         """Of an entry of the module's state; None of what is no tensor."""
-        if isinstance(entry, str) and entry in self._shards:
-            return torch.Size(self.shape(entry))
-        held = self._buffers[self._graph.buffers[entry]] if isinstance(entry, str) else entry
-        return getattr(held, "shape", None)
+        if isinstance(entry, str):
+            return torch.Size(self.shape(entry)) if entry in self._shards else self._buffer(entry).shape
+        return getattr(entry, "shape", None)
+
+    def _buffer(self, name: str) -> torch.Tensor:
+        return self._buffers[self._graph.buffers[name]]
 
     def _own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         tensor, state = self._graph.parameters[name], self._program.kept[name]
@@ -194,13 +113,18 @@ class Step:
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """What a step changes beside parameters, running statistics, the same on every rank."""
-        return {name: self._buffers[self._graph.buffers[name]] for name in self._graph.updates}
+        return {name: self._buffer(name) for name in self._graph.updates}
+
+    def fixed(self) -> dict[str, torch.Tensor]:
+        """What else of the module's state the step reads: frozen parameters and buffers, whole on every rank."""
+        trained = {*self._shards, *self._graph.updates}
+        return {e: self._buffer(e) for e in self._entries.values() if isinstance(e, str) and e not in trained}
 
     @torch.no_grad()
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         results, gradients = self._run(inputs)
         for name, tensor in self._graph.updates.items():
-            self._buffers[self._graph.buffers[name]].copy_(results[tensor])
+            self._buffer(name).copy_(results[tensor])
         self._add(gradients)
         return results[self._graph.loss].clone()
 
@@ -359,7 +283,7 @@ class Step:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole module's state, as one device would have it; all ranks call it together."""
         whole = {name: self._whole(name, shard.detach()) for name, shard in self._shards.items()}
-        whole |= {name: value.clone() for name, value in self.statistics().items()}
+        whole |= {name: value.clone() for name, value in {**self.statistics(), **self.fixed()}.items()}
         return {key: whole[entry] if isinstance(entry, str) else entry for key, entry in self._entries.items()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -388,13 +312,12 @@ class Step:
             if wanted != given:
                 raise BadInput(f"'{key}' has shape {given} in the state, and {wanted} in the module.")
         for key, entry in self._entries.items():
-            if isinstance(entry, str) and entry in self._shards:
+            if not isinstance(entry, str):
+                self._entries[key] = _copied(state[key])
+            elif entry in self._shards:
                 self._shards[entry].copy_(self._own(entry, state[key]))
             else:
-                if not isinstance(entry, str):
-                    self._entries[key] = _copied(state[key])
-                if key in self._graph.buffers:
-                    self._buffers[self._graph.buffers[key]].copy_(state[key])
+                self._buffer(entry).copy_(state[key])
 
 
-__all__ = ["Step", "digest", "digest_of_start", "fingerprint"]
+__all__ = ["Step", "digest", "digest_of_start"]

@@ -9,8 +9,7 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.program import memory_limits
 from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.costs import Costs, Model, WithoutLatency, precision_of
-from hethub.synthesis.graph import Graph
-from hethub.synthesis.lower import fingerprint
+from hethub.synthesis.graph import Graph, fingerprint
 from hethub.synthesis.program import Execution, Living, Program
 from hethub.synthesis.ratios import alternate, by_speed, even
 from hethub.synthesis.rules import PARTIAL, SAMPLES, Rule, Rules

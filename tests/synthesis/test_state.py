@@ -1,5 +1,6 @@
 """A program's whole state goes through torch.distributed.checkpoint into another program on fewer ranks."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hethub import synthesis
 from hethub.spec.errors import BadInput
 from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.graph import Graph
+from hethub.synthesis.layout import Layout
 from hethub.synthesis.lower import Step
 from hethub.synthesis.planning import plan_graph
 from hethub.synthesis.program import Program
@@ -31,6 +33,44 @@ class Scaled(nn.Module):
 
     def forward(self, values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(self.down(self.up(values).tanh() * self.scale), labels)
+
+
+class Fixed(Scaled):
+    """Most of what it reads is trained by nobody; one frozen weight has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.requires_grad_(False)
+        self.again = self.up
+        self.wide = nn.Parameter(torch.ones(200, 12), requires_grad=False)
+
+    def forward(self, values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(self.again(values)[:, :8], labels) + self.wide.mean()
+        return loss
+
+
+def held(world: Any, graph: Graph, program: Program) -> tuple[int, bool]:
+    """Bytes of all tensors that a step holds, and whether it computes with a state that it took up."""
+    torch.manual_seed(0)
+    module = Fixed().double()
+    step = Step(module, graph, program, world.group(range(program.size)))
+    state, inputs = synthesis.state_dict(step), small(0)[1]
+    assert state.keys() == module.state_dict().keys()
+    step.load_state_dict({name: value / 2 for name, value in state.items()})
+    module.load_state_dict({name: value / 2 for name, value in state.items()})
+    equal = torch.allclose(step(*inputs), module(*inputs).detach(), rtol=1e-12)
+    equal &= all(torch.equal(value, state[name] / 2) for name, value in synthesis.state_dict(step).items())
+    entries = [value for value in step._entries.values() if isinstance(value, torch.Tensor)]
+    return sum(value.nbytes for value in (*step.parameters(), *step.buffers(), *entries)), equal
+
+
+def test_frozen_parameters_are_held_once_and_taken_up_under_each_of_their_names() -> None:
+    torch.manual_seed(0)
+    module = Fixed().double()
+    graph = trace(module, small(0)[1])
+    ((found, equal),) = run_ranks(1, held, graph, plan_graph(graph, cluster([1.0])))
+    assert equal
+    assert found == sum(value.nbytes for value in (*module.parameters(), *module.buffers()))
 
 
 Named = dict[str, torch.Tensor]
@@ -152,6 +192,26 @@ def test_gradients_are_clipped_by_their_whole_norm_and_unlike_ranks_are_refused(
         assert state["up._extra_state"] == {"version": 1}
         for words, text in zip(("shape", "'more'", "unlike weights", "unlike batches"), said, strict=True):
             assert words in text
+
+
+def test_a_program_that_was_changed_by_hand_is_refused() -> None:
+    """A share too few would leave samples out without a word."""
+    graph = trace(*small(0))
+    program = random_program(graph, cluster([1.0, 2.0]), 0)
+    Layout.planned(graph, program)
+    lost = next(number for number, own in enumerate(program.shares) if own[0] > 0)
+    fewer = tuple((own[0] - (number == lost), own[1]) for number, own in enumerate(program.shares))
+    for changed in (
+        {"shares": fewer},
+        {"shares": tuple((*own, 0) for own in program.shares)},
+        {"rules": (99, *program.rules[1:])},
+        {"rules": program.rules[1:]},
+        {"kept": {**program.kept, "up.weight": Cut(5, 1)}},
+        {"moves": program.moves[1:]},
+        {"moves": tuple(move._replace(source=move.target) for move in program.moves)},
+    ):
+        with pytest.raises(BadInput, match="does not fit together"):
+            Layout.planned(graph, replace(program, **changed))  # type: ignore[arg-type]
 
 
 class Dotted(torch.autograd.Function):

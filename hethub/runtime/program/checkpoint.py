@@ -38,7 +38,7 @@ _IN_METADATA = {
         "MetadataIndex", "StorageMeta",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size", "float32", "float64", "int64"},
+    "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))},
     "torch.serialization": {"_get_layout"},
     "pathlib": {"PosixPath", "PurePosixPath"},
 }  # fmt: skip

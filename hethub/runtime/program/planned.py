@@ -10,7 +10,9 @@ from hethub.spec.job import STRATEGIES, ConstraintsSpec, EmulationSpec, Job
 from hethub.spec.program import ProgramFor, ProgramPlanSpec
 from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.graph import Graph
-from hethub.synthesis.planning import baselines, plan_model, pose
+from hethub.synthesis.layout import Layout
+from hethub.synthesis.planning import baselines, plan_model, pose, program_of
+from hethub.synthesis.program import Execution, Program
 from hethub.synthesis.search import Search
 
 KEPT = {"reserve", "time_limit_seconds", "seed", "keep_global_batch"}  # the constraints that programs know
@@ -77,3 +79,14 @@ def plan_program(
         job=ProgramFor(cluster=cluster, reserve=limits.reserve, items=subject.items),
     )  # fmt: skip
     return PlannedProgram(plan=plan, search_seconds=searched, baselines=baselines(model) if explain else {})
+
+
+def priced(plan: ProgramPlanSpec, graph: Graph, cluster: ClusterSpec) -> ProgramPlanSpec:
+    """The plan with what its program takes on another cluster of as many ranks than it was planned for.
+
+    Raises BadInput where the program does not fit together.
+    """
+    program = Program.from_spec(plan.program)
+    Layout.planned(graph, program)
+    execution = Execution(pose(graph, cluster), program.rules, program.kept, program.shares)
+    return plan.replace(program=program_of(execution, is_optimal=False, rounds=program.rounds).to_spec())

@@ -20,7 +20,7 @@ from hethub.runtime.loop.plan import OpenedFolder, is_kept, open_folder
 from hethub.runtime.loop.read import Data, read_data, read_job, told
 from hethub.runtime.loop.steps import Ended, StepLoop, assumed_note
 from hethub.runtime.program.checkpoint import ProgramCheckpoints
-from hethub.runtime.program.planned import check_plannable, plan_program, trace_job
+from hethub.runtime.program.planned import check_plannable, plan_program, priced, trace_job
 from hethub.runtime.program.subject import Subject, open_subject
 from hethub.runtime.program.trainer import ProgramTrainer
 from hethub.runtime.run_claim import RunClaim
@@ -31,13 +31,14 @@ from hethub.spec.job import DataSpec, Job
 from hethub.spec.program import (
     ProgramFor,
     ProgramPlanSpec,
+    is_for_cluster,
     is_program_plan,
     load_program_plan,
     prediction_of,
     program_plan_text,
 )
-from hethub.synthesis.graph import Graph
-from hethub.synthesis.lower import Step, digest, digest_of_start, fingerprint
+from hethub.synthesis.graph import Graph, fingerprint
+from hethub.synthesis.lower import Step, digest, digest_of_start
 from hethub.synthesis.program import Program
 
 ANY_TOKEN = 2**31  # a module of the user's says itself which tokens it knows
@@ -111,6 +112,7 @@ def train_program(
         planned = _plan(
             meeting, opened, agreed.cluster, plan_path,
             lambda: open_folder(opened.job, run_dir, resume, claim, accept_changes=accept_changes),
+            accept_changes=accept_changes,
         )  # fmt: skip
         real = agreed.cluster.replace(emulated=False)  # its links and accelerators are not emulated under a program
         world = connect_ranks(meeting, opened.job.spec.communicator, opened.device, real, None, planned.relays)
@@ -196,6 +198,8 @@ def _plan(
     cluster: ClusterSpec,
     plan_path: Path | None,
     claim: Callable[[], OpenedFolder],
+    *,
+    accept_changes: bool,
 ) -> _Planned:
     """The plan named or found and its run folder, which rank 0 claims, the same on every rank."""
 
@@ -203,7 +207,8 @@ def _plan(
         folder, goes_on, resumes, behind, notes = claim()
         reserve = opened.job.spec.constraints.reserve
         made_for = ProgramFor(cluster=cluster, reserve=reserve, items=opened.subject.items)
-        plan = _chosen(opened, cluster, plan_path, folder, resumes=goes_on).replace(cluster=cluster.name, job=made_for)
+        plan = _chosen(opened, cluster, plan_path, folder, resumes=goes_on, accept_changes=accept_changes)
+        plan = plan.replace(cluster=cluster.name, job=made_for)
         return {
             "plan": plan.model_dump(mode="json", by_alias=True),
             "prediction": prediction_of(plan, made_for),
@@ -222,30 +227,41 @@ def _plan(
 
 
 def _chosen(
-    opened: _Opened, cluster: ClusterSpec, plan_path: Path | None, folder: RunFolder, *, resumes: bool
-) -> ProgramPlanSpec:
-    """The plan file that the command or the job names; that of a resumed run, unless its cluster or batch has changed;
-    else a new one."""
+    opened: _Opened, cluster: ClusterSpec, plan_path: Path | None, folder: RunFolder, *, resumes: bool,
+    accept_changes: bool,
+) -> ProgramPlanSpec:  # fmt: skip
+    """The plan file that the command or the job names; that of a resumed run, unless its cluster or batch has changed, or,
+    where that is accepted, its code; else a new one."""
     job = opened.job
     file = plan_path or job.plan_path
     if file is None and resumes and is_program_plan(folder.plan):
         saved = load_program_plan(folder.plan)
         if is_kept(saved, saved.program.ranks, job, cluster):
-            return saved
+            if saved.program.fingerprint == fingerprint(opened.graph):
+                return saved
+            if not accept_changes:
+                raise BadInput(
+                    f"{job.path}: model {job.spec.model} is computed otherwise than when the run in {folder.path} began: its code has"
+                    " changed, or torch has. Set it back, or add --accept-changes to go on under a new program."
+                )
     if file is None:
         return plan_program(job, opened.subject, opened.graph, cluster).plan
     plan = load_program_plan(file)
-    if plan.program.ranks != cluster.size or plan.program.fingerprint != fingerprint(opened.graph):
+    made_for = plan.program.ranks, plan.precision, plan.program.fingerprint
+    if made_for != (cluster.size, job.spec.train.precision, fingerprint(opened.graph)):
         raise BadInput(
             f"{file}: this program is for {plan.program.ranks} ranks and model '{plan.model}' as it was then; the job has "
-            f"{cluster.size} ranks, or its model, batch or code has changed. Plan again."
+            f"{cluster.size} ranks, or its model, batch, precision or code has changed. Plan again."
         )
-    return plan
+    return plan if is_for_cluster(plan, cluster) else priced(plan, opened.graph, cluster)
 
 
 def _build(world: World, opened: _Opened, planned: _Planned) -> ProgramTrainer:
     program = Program.from_spec(planned.plan.program)
-    step = Step(opened.subject.module, opened.graph, program, world.default_group, opened.start)
+    try:
+        step = Step(opened.subject.module, opened.graph, program, world.default_group, opened.start)
+    except BadInput as error:
+        raise BadInput(f"{opened.job.path}: {error}") from error
     opened.subject.module.to("meta")  # the rank has its shards; the whole weights' memory is free again
     return ProgramTrainer(
         world, opened.subject, None if opened.data is None else opened.data.training, step, opened.job.spec.train

@@ -147,7 +147,7 @@ class ProgramTrainer:
 
     def save(self, checkpoints: ProgramCheckpoints, step: int) -> None:
         """Saves the state behind `step`, complete on return."""
-        record = {"strategy": "hap", "step": step, "updates": self._updates, **self._origin()}
+        record = {"strategy": "hap", "step": step, "updates": self._updates, "has_fixed": True, **self._origin()}
         record["schedule"] = self.schedule.state.to_dict()
         if self._dataset is not None:
             record["samples"] = self._dataset.position(step, self._train.global_batch)
@@ -164,7 +164,9 @@ class ProgramTrainer:
                     "a new run."
                 )
         with torch.no_grad():
-            load(path, list(self._parts(to_save=False)))
+            load(
+                path, list(self._parts(to_save=False, has_fixed=record.get("has_fixed", False)))
+            )  # older ones have not
         self._updates = int(record["updates"])
         if "schedule" in record:
             source = Source(f"{path}, record")
@@ -191,7 +193,7 @@ class ProgramTrainer:
                     state[FIRST_MOMENT], state[SECOND_MOMENT] = torch.zeros_like(shard), torch.zeros_like(shard)
                 yield name, state
 
-    def _parts(self, *, to_save: bool) -> Iterator[Part]:
+    def _parts(self, *, to_save: bool, has_fixed: bool = True) -> Iterator[Part]:
         """This rank's part of every entry; what all ranks have whole, rank 0 saves."""
         shards = dict(self.step.named_parameters())
         for name, state in self._states():
@@ -205,5 +207,7 @@ class ProgramTrainer:
             for kind, tensor in values.items():
                 for offsets, view in self.step.chunks(name, tensor):
                     yield Part(f"{kind}/{name}", self.step.shape(name), offsets, view)
-        for name, buffer in self.step.statistics().items() if not (to_save and self._world.rank) else ():
+        if to_save and self._world.rank:
+            return
+        for name, buffer in {**self.step.statistics(), **(self.step.fixed() if has_fixed else {})}.items():
             yield Part(f"{WEIGHTS}/{name}", tuple(buffer.shape), (0,) * buffer.dim(), buffer)

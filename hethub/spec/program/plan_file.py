@@ -97,6 +97,11 @@ def is_program_plan(path: Path) -> bool:
     return isinstance(data, dict) and data.get("strategy") == "hap"
 
 
+def is_for_cluster(plan: ProgramPlanSpec, cluster: ClusterSpec) -> bool:
+    """Whether a plan's times are those of `cluster`, as far as it says for which it was made; programs are not emulated."""
+    return plan.job is None or plan.job.cluster.replace(emulated=cluster.emulated) == cluster
+
+
 def load_program_plan(path: Path) -> ProgramPlanSpec:
     """The plan in a YAML file. Raises BadInput."""
     return load(ProgramPlanSpec, path, "plan file of strategy hap")

@@ -21,6 +21,7 @@ from tests.support.job_files import ALONE, plan, write_job, write_yaml
 
 CODE = """
 import itertools
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -51,6 +52,20 @@ class Words(nn.Module):
 
 def few():
     return Words(100)
+
+class Backbone(Net):
+    # Its first layer is frozen, and a buffer comes from a file.
+    def __init__(self, scale):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([float(scale)] * 16))
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, values, labels):
+        return super().forward(values * self.scale, labels)
+
+def backbone(train):
+    return Backbone(Path(__file__).with_name("scale.txt").read_text()), batches(train)
 
 def one_list():
     return Net(), [(torch.ones(8, 16), torch.zeros(8, dtype=torch.int64))] * 3
@@ -164,6 +179,27 @@ def test_a_resumed_run_goes_on_bit_for_bit(trained: tuple[Path, Path], tmp_path:
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
     train(3, job, "--resume", tmp_path / "run", cwd=tmp_path)
     assert losses(tmp_path / "run") == losses(whole)
+
+
+def test_a_checkpoint_has_what_is_frozen_too_and_a_resumed_run_takes_it_up(tmp_path: Path) -> None:
+    job = write_program_job(tmp_path / "frozen", "backbone", size=2)
+    (scale,) = tmp_path.glob("frozen/own_*/net.py")
+    scale = scale.with_name("scale.txt")
+    scale.write_text("0.5")
+    train(2, job, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    whole = losses(tmp_path / "run")
+    known: dict[str, Any] = {}
+    exec(CODE, known)
+    torch.manual_seed(9)
+    module = known["Backbone"](7.0).double()
+    saved = {f"weights/{name}": value for name, value in module.state_dict().items()}
+    dcp.load(saved, checkpoint_id=tmp_path / "run" / "checkpoints" / "step-4", no_dist=True)
+    assert module.scale.unique().tolist() == [0.5]
+    assert module.flags.tolist() == [True, False]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
+    scale.write_text("3.0")  # what the factory makes now counts no more
+    train(2, job, "--resume", tmp_path / "run", cwd=tmp_path)
+    assert losses(tmp_path / "run") == whole
 
 
 @pytest.mark.slow

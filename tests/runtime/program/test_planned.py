@@ -1,0 +1,87 @@
+"""A program's plan file beside a job: what it was not made for is refused, or priced anew."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hethub.cli import run
+from hethub.runtime.program.planned import plan_program, priced, trace_job
+from hethub.runtime.program.subject import open_subject
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
+from hethub.spec.job import load_job
+from hethub.spec.program import is_for_cluster
+from tests.runtime.program.test_program_jobs import losses, train, write_program_job
+from tests.support.command import check_refused, ranks
+from tests.support.job_files import write_yaml
+
+
+def slower(cluster: Path) -> Path:
+    """The cluster with links of a ten-thousandth."""
+    data = yaml.safe_load(cluster.read_text())
+    nodes = [{**node, "gbps_per_nic": node["gbps_per_nic"] / 1e4} for node in data["nodes"]]
+    write_yaml(cluster.parent / "slower.yaml", {**data, "nodes": nodes})
+    return cluster.parent / "slower.yaml"
+
+
+def test_a_program_is_priced_on_the_cluster_that_it_runs_on(tmp_path: Path) -> None:
+    """train took a plan's seconds as they were, whatever the cluster had become."""
+    path = write_program_job(tmp_path / "job", "make", size=2)
+    job = load_job(path)
+    subject = open_subject(job, with_values=False)
+    graph = trace_job(job, subject)
+    assert job.cluster is not None
+    own = job.cluster.replace(emulated=False)
+    slow = ClusterSpec.model_validate(yaml.safe_load(slower(path.parent / "cluster.yaml").read_text()))
+    plan = plan_program(job, subject, graph, own).plan
+    assert is_for_cluster(plan, own.replace(emulated=True))
+    assert not is_for_cluster(plan, slow)
+    again, there = priced(plan, graph, own), priced(plan, graph, slow)
+    assert again.program.replace(proved_optimal=True) == plan.program
+    assert there.program.predicted_seconds > 1.1 * plan.program.predicted_seconds
+    assert there.program.memory_bytes == plan.program.memory_bytes
+    assert not there.program.proved_optimal
+    changed = plan.replace(program=plan.program.replace(moves=plan.program.moves[1:]))
+    with pytest.raises(BadInput, match="does not fit together"):
+        priced(changed, graph, slow)
+
+
+def test_a_program_is_not_predicted_for_another_batch_precision_or_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was, with the figures of those that it was planned for."""
+    job, plan = write_program_job(tmp_path / "job", "make", size=2), tmp_path / "plan.yaml"
+    assert run(["plan", str(job), "--out", str(plan)]) == 0
+    assert run(["predict", str(job), "--plan", str(plan)]) == 0
+    slower(job.parent / "cluster.yaml")
+    for change, word in (
+        ("train.global_batch=16", "is for global_batch 8, "),
+        ("train.precision=fp32", "is for precision fp64, "),
+        ("cluster=slower.yaml", "its times are those of cluster"),
+    ):
+        capsys.readouterr()
+        assert run(["predict", str(job), "--plan", str(plan), "--set", change]) == 2
+        assert word in capsys.readouterr().err
+    given = ("train", job, "--plan", plan, "--run-dir", tmp_path / "run")
+    check_refused(ranks(2, *given, "--set", "train.precision=fp32", cwd=tmp_path), "precision or code has changed")
+    text = plan.read_text()
+    assert "shares: [4, 4]" in text
+    plan.write_text(text.replace("shares: [4, 4]", "shares: [4, 3]"))  # a sample too few
+    check_refused(ranks(2, *given, cwd=tmp_path), str(job), "does not fit together")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_code_has_changed_goes_on_where_that_is_accepted(tmp_path: Path) -> None:
+    job = write_program_job(tmp_path / "job", "make", size=2)
+    train(2, job, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    whole = losses(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
+    (code,) = job.parent.glob("own_*/net.py")
+    code.write_text(code.read_text().replace("nn.GELU()", "nn.Tanh()"))
+    given = ("train", job, "--resume", tmp_path / "run")
+    check_refused(ranks(2, *given, cwd=tmp_path), "its code has changed", "--accept-changes")
+    train(2, *given[1:], "--accept-changes", cwd=tmp_path)
+    assert losses(tmp_path / "run")[:2] == whole[:2]
+    assert losses(tmp_path / "run")[2] != whole[2]
