@@ -8,6 +8,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
+from hethub.spec.errors import BadInput
 from hethub.spec.program import memory_limits
 from hethub.synthesis.costs import Model, Shares
 from hethub.synthesis.program import TRAINING_COPIES, Execution, Living, runs_beside
@@ -39,7 +40,7 @@ def alternate(model: Model, limits: Sequence[float] | None, options: Search | No
     Raises BadInput where no program fits the ranks' memory.
     """
     best: Best | None = None
-    failure: ValueError | None = None
+    failure: BadInput | None = None
     problem = Problem(model)
     ends = time.monotonic() + (options or Search()).time_limit_seconds
     for start in starts(model, limits):
@@ -47,7 +48,7 @@ def alternate(model: Model, limits: Sequence[float] | None, options: Search | No
             break
         try:
             reached = _from(model, problem, start, limits, options, ends)
-        except ValueError as error:
+        except BadInput as error:
             failure = error
             continue
         if best is None or reached.seconds < best.seconds:
@@ -70,7 +71,7 @@ def _from(
             return best
         try:
             reached = Best(problem.search(better, limits, options, visible), better, number)
-        except ValueError:  # nothing fits, or not in time, for these shares; it did for those before
+        except BadInput:  # nothing fits, or not in time, for these shares; it did for those before
             return best
         if reached.seconds >= best.seconds * (1.0 - 1e-6):
             return best

@@ -73,6 +73,8 @@ class Problem:
 
     def __init__(self, model: Model, allows: Allows | None = None, *, cuts_parameters: bool = True) -> None:
         """Of the rules that `allows` takes, given an operator's number; parameters stay whole unless they may be cut."""
+        if model.costs.size == 1:  # its pieces would be copies of the whole, which the costs do not know
+            allows, cuts_parameters = (lambda number, rule: rule == model.rules.of[number][0]), False
         self._model, self._allows, self._cuts_parameters = model, allows, cuts_parameters
         self._shares: Shares = ()
         self._cost: list[float] = []

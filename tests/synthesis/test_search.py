@@ -130,6 +130,15 @@ def test_every_rank_keeps_within_its_memory() -> None:
         alternate(model, list(peak * 0.05))
 
 
+def test_one_rank_cuts_and_moves_nothing() -> None:
+    """What is free among ranks that are one is a copy all the same: of every weight, in every step."""
+    model = model_of(TwoLayers(), (torch.randn(12, 12),), cluster([1.0]))
+    execution = alternate(model, None).found.execution
+    assert not any(rule.is_cut for rule in execution.rules)
+    assert not any(execution.moves.values())
+    assert set(execution.kept.values()) == {WHOLE}
+
+
 def test_a_search_without_time_does_not_blame_memory() -> None:
     model = model_of(TwoLayers(), (torch.randn(12, 12),), cluster([1.0, 2.0]))
     with pytest.raises(BadInput, match=r"time_limit_seconds \(1e-09\); allow more"):
