@@ -1,5 +1,6 @@
 """One rank of a run under a program: its step, AdamW on its shards, and its part of every checkpoint."""
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,8 @@ class ProgramTrainer:
         return tuple(torch.from_numpy(each).contiguous().to(self._world.device.torch_device) for each in rows)
 
     def run_step(self, step: int, stop_requested: Callable[[], bool]) -> StepOutcome:
-        """Trains step `step` (counted from 1); what all ranks agree on. Raises RunFailed where the loss is not
-        finite."""
+        """Trains step `step` (counted from 1); what all ranks agree on. Raises RunFailed where the gradient is
+        not finite."""
         shards = dict(self.step.named_parameters())
         for shard in shards.values():
             shard.grad = None
@@ -132,7 +133,7 @@ class ProgramTrainer:
         items = self.num_items * self._samples // self._train.global_batch
         return StepMetrics(
             step=step,
-            loss=outcome.loss,
+            loss=outcome.loss if math.isfinite(outcome.loss) else None,
             tokens=items,
             step_seconds=seconds,
             predicted_step_seconds=predicted,

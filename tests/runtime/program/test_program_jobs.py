@@ -67,6 +67,13 @@ class Backbone(Net):
 def backbone(train):
     return Backbone(Path(__file__).with_name("scale.txt").read_text()), batches(train)
 
+class Endless(Net):
+    def forward(self, values, labels):
+        return super().forward(values, labels) - torch.zeros(()).log()
+
+def endless(train):
+    return Endless(), batches(train)
+
 def one_list():
     return Net(), [(torch.ones(8, 16), torch.zeros(8, dtype=torch.int64))] * 3
 
@@ -200,6 +207,14 @@ def test_a_checkpoint_has_what_is_frozen_too_and_a_resumed_run_takes_it_up(tmp_p
     scale.write_text("3.0")  # what the factory makes now counts no more
     train(2, job, "--resume", tmp_path / "run", cwd=tmp_path)
     assert losses(tmp_path / "run") == whole
+
+
+def test_a_loss_without_an_end_is_null_in_the_metrics(tmp_path: Path) -> None:
+    """Its gradients may be finite all the same; the line of it was no JSON, which ended the run."""
+    job = write_program_job(tmp_path / "endless", "endless", size=2, train={"steps": 2})
+    train(2, job, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    assert losses(tmp_path / "run") == [None, None]
+    assert all(row["grad_norm"] > 0 for row in rows(tmp_path / "run"))
 
 
 @pytest.mark.slow
