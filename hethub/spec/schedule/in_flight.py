@@ -30,14 +30,10 @@ def even_limits(plan: PlanSpec) -> list[list[int]]:
     """As `in_flight_limits` for an even plan, without its microbatches: one replica of each stage stands for all."""
     limits: list[int] = []
     num_microbatches = load_alone(plan.stages[0].replicas[0]).num_microbatches
-    waits = waits_below = (
-        0  # microbatches that must have run forward above, for the stage below and for the one after it
-    )
     for stage in range(len(plan.stages) - 1, -1, -1):
-        default = max(waits_below, min(limits[0] + 1, num_microbatches)) if limits else 1
-        asked = asked_in_flight(plan, stage)[0]
-        limits.insert(0, _granted(asked, max(1, waits), default, num_microbatches))
-        waits, waits_below = max(limits[0], waits), waits
+        least = limits[0] if limits else 1  # no stage holds fewer than those below it
+        default = min(least + 1, num_microbatches) if limits else 1
+        limits.insert(0, _granted(asked_in_flight(plan, stage)[0], least, default, num_microbatches))
     return [
         [limit] * (1 if plan.runs_in_rounds(index) else len(stage.replicas))
         for index, (stage, limit) in enumerate(zip(plan.stages, limits, strict=True))
