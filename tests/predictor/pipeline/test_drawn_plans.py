@@ -31,19 +31,23 @@ def needed_seconds(layout: Layout, kind: str, owner: int) -> float:
 SMALL = ModelSpec(name="m", layers=2, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=64, max_seq_len=32)
 
 
-def test_rings_over_repeated_heads_carry_more_than_those_over_replicas() -> None:
-    """Replicas of two and four ranks with two KV heads: found by a draw whose step was 1 % shorter than its cards need."""
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_rings_over_repeated_heads_carry_more_than_those_over_replicas(zero: int) -> None:
+    """Replicas of two and four ranks with two KV heads: found by a draw whose step was 1 % shorter than its cards need.
+    From ZeRO 2 on both rounds count; under 3 a pass gathers most of the weights, and twice as much is surely carried."""
     model = ModelSpec(name="m", layers=2, hidden=64, heads=8, kv_heads=2, ffn=128, vocab=64, max_seq_len=32)
     device = node("n", None, 2, random.Random(0))
     nodes = [{**device, "name": name, "accelerators": size} for name, size in (("a", 2), ("b", 4), ("c", 2))]
     starts = [(0, 2), (2, 6), (6, 8)]
     replicas = [{"ranks": [*range(*own)], "samples": 2, "micro_batch": 1} for own in starts]
-    stages = [{"layers": [[0, 2]], "replicas": replicas}]
+    stages = [{"layers": [[0, 2]], "zero": zero, "replicas": replicas}]
     layout = bound(model, nodes, {}, global_batch=6, stages=stages)
     needed = sent_bytes(layout)
     carried = PlanCosts(layout, HETHUB, packaged()).loads.traffic.by_resource()
     for machine in range(3):
-        assert needed["cards", machine] <= carried[Resource("cards", machine)] <= 1.05 * needed["cards", machine]
+        own = carried[Resource("cards", machine)]
+        assert needed["cards", machine] <= own
+        assert zero == 3 or own <= 1.05 * needed["cards", machine]
 
 
 def test_staging_carries_a_ranks_messages_and_its_sums() -> None:

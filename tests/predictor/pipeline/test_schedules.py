@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="needs torch, which the random layouts' module imports: pip install hethub[train]")
 
-from hethub.predictor import check_memory, predict
+from hethub.predictor import check_memory, predict, rank_memory
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.memory.parameters import rank_widths
@@ -80,6 +80,17 @@ def test_a_host_too_small_for_what_is_offloaded_is_refused_by_name() -> None:
     assert not predict(layout).fits
     with pytest.raises(BadInput, match=r"node 'n0': its ranks would hold .* GiB in host memory"):
         check_memory(layout)
+
+
+def test_ranks_of_a_machine_share_its_host_memory() -> None:
+    """Each fits alone: on machines of their own they fit, on one they do not."""
+    for machines, per_machine in ((2, 1), (1, 2)):
+        on = cluster(("A100-SXM4-80GB", machines, per_machine))
+        layout = uniform(TINY, on, tp=1, pp=1, micro_batch=1, batch=4, seq=64, precision="fp32", offload=["optimizer"])
+        held = [entry.host_bytes for entry in rank_memory(layout)]
+        assert held[0] == held[1] > 0
+        room = on.replace(nodes=(on.nodes[0].replace(host_memory_gb=1.5 * held[0] / 2**30),))
+        assert predict(Layout(layout.plan, TINY, room)).fits == (per_machine == 1)
 
 
 def check_timeline(layout: Layout, prediction) -> None:

@@ -201,6 +201,7 @@ def test_interleaved_is_megatrons_order_where_all_is_regular() -> None:
         "F00", "F01", "F10", "B10", "F11", "B11", "F02", "B00", "F03", "B01", "F12", "B12", "F13", "B13", "B02", "B03",
     ]  # fmt: skip
     assert actions(layout, 0, 0)[2].name == "forward s0 c1 [0, 1)"
+    assert [act.name for act in actions(layout, 0, 0)[-3:]] == ["reduce s0", "step s0", "gather s0"]  # of both chunks
     assert layout.in_flight == [[5], [3]]
 
 
