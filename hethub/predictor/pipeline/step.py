@@ -82,7 +82,7 @@ def _step_times(wirings: Wirings, costs: PlanCosts, full: bool) -> StepTimes:
 
 def _folded_times(wirings: Wirings, costs: PlanCosts) -> StepTimes:
     """One replica of each sort of chain stands for all, and where there are many microbatches, few of them."""
-    num_microbatches, period, repeats = extent(wirings.layout, costs.chains)
+    num_microbatches, period, repeats = extent(wirings.layout, costs)
     chains = _of_chains(wirings.layout, costs)
     first = _folded_replay(wirings, costs, chains, num_microbatches)
     if not repeats:

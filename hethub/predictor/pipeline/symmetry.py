@@ -6,6 +6,7 @@ steady state, the rest of the microbatches adds the same time each. Elsewhere re
 themselves alone; where these are copies of each other, one stands for all.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -138,23 +139,42 @@ class Extent(NamedTuple):
     repeats: int
 
 
-def extent(layout: Layout, replicas: tuple[int, ...]) -> Extent:
+def extent(layout: Layout, costs: PlanCosts) -> Extent:
     """How much of alike chains must be replayed to know the rest.
 
     Critical cycles through k stages repeat within k microbatches, interleaved groups are as large as the pipeline; only
     waits that take longer to settle than the warm-up are approximated.
     """
+    replicas = costs.chains
     counts = {-(-layout.replica(0, r).samples // layout.replica(0, r).micro_batch) for r in replicas}
     stages, num_microbatches = layout.num_stages, max(counts)
     in_turn = layout.plan.schedule in ("interleaved", "zero_bubble", "1f1b")
     period = (4 * stages if stages <= 6 else stages) if in_turn else 2
     held = max(layout.in_flight[stage][r] for stage in range(stages) for r in replicas)
     warm = 2 * stages + (2 * min(held, stages if stages > 6 else 2 * stages) if in_turn else 2)
-    if not in_turn and any(stage.zero >= 2 or stage.offload for stage in layout.stages):
-        warm += 32  # what goes on beside a pass takes as long whatever its microbatches, and few of them do not hide it
+    if not in_turn:
+        warm += max(_hiding(layout, costs, stage) for stage in range(stages))
     if layout.plan.schedule == "interleaved":
         warm += stages * (num_microbatches % stages)  # what is left over makes so many groups larger
     if len(counts) > 1 or num_microbatches <= warm + 2 * period:
         return Extent(None, 0, 0)
     base = warm + (num_microbatches - warm) % period
     return Extent(base, period, (num_microbatches - base) // period)
+
+
+def _hiding(layout: Layout, costs: PlanCosts, stage: int) -> int:
+    """How many microbatches hide what goes on beside a chunk's passes, which takes as long whatever their number: with
+    fewer, each of them adds less to a step than its compute."""
+    portions, state = costs.state.portions[stage], costs.state
+    beside, passes = [0.0], []
+    for portion in portions:
+        own = portion if len(portions) > 1 else None
+        moved = state.gather_seconds(stage, portion) if state.in_passes(stage) else []
+        if state.in_passes(stage) and state.level(stage) >= 2:
+            moved = moved + state.reduce_seconds(stage, portion)
+        summed = state.reduction(stage, own).seconds if own else 0.0  # hidden by the chunk before it
+        beside.append(sum(moved) + summed)
+        for replica in costs.chains:
+            found = costs.microbatch(stage, replica, layout.replica(stage, replica).micro_batch, own)
+            passes += [found.forward.total, found.backward.total]
+    return math.ceil(max(beside) / min(passes))

@@ -14,8 +14,10 @@ from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
 COST = packaged().links["overlap_cost"]
 
 
-def costs_of(schedule: str, zero: int, accelerator: str = "A100-SXM4-80GB", batch: int = 32) -> PlanCosts:
-    on = cluster((accelerator, 2, 2), gbps=100 if accelerator.startswith("A100") else 10)
+def costs_of(
+    schedule: str, zero: int, accelerator: str = "A100-SXM4-80GB", batch: int = 32, gbps: float | None = None
+) -> PlanCosts:
+    on = cluster((accelerator, 2, 2), gbps=gbps or (100 if accelerator.startswith("A100") else 10))
     model = LLAMA_8B if accelerator.startswith("A100") else TINY
     precision = "bf16" if accelerator.startswith("A100") else "fp32"
     layout = uniform(
@@ -56,8 +58,9 @@ def test_cpus_are_priced_as_they_were_measured() -> None:
 
 @pytest.mark.parametrize("schedule", ["layered", "ministages", "1f1b"])
 @pytest.mark.parametrize("zero", [1, 3])
-def test_shortcuts_charge_it_alike(schedule: str, zero: int) -> None:
-    costs = costs_of(schedule, zero, batch=400)
+@pytest.mark.parametrize("gbps", [100, 10])  # over the slower ones few microbatches do not hide what many do
+def test_shortcuts_charge_it_alike(schedule: str, zero: int, gbps: float) -> None:
+    costs = costs_of(schedule, zero, batch=400, gbps=gbps)
     short, full = (step_times(costs.layout, costs, full=full).seconds for full in (False, True))
     assert short == pytest.approx(full, rel=1e-3)
 
@@ -82,6 +85,17 @@ def test_a_reduction_does_not_depend_on_the_microbatches() -> None:
         for size in (1, 8)
     ]
     assert found[0].state.reduction(0) == found[1].state.reduction(0)
+
+
+def test_cores_that_sum_and_copy_themselves_compute_nothing_beside() -> None:
+    """Under ZeRO-3 and `layered` a CPU's step has all of its gathers and sums in a row with its compute."""
+    costs = costs_of("layered", 3, "CPU-core")
+    in_a_row = costs.optimizer(0, 0)
+    for portion in costs.state.portions[0]:
+        found = costs.microbatch(0, 0, 1, portion)
+        gather, reduce = sum(costs.state.gather_seconds(0, portion)), sum(costs.state.reduce_seconds(0, portion))
+        in_a_row += 8 * (found.forward.compute + found.backward.compute) + 2 * gather + reduce
+    assert step_times(costs.layout, costs, full=True).seconds == pytest.approx(in_a_row)
 
 
 def test_rehearsals_slow_nothing() -> None:
