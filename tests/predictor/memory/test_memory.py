@@ -1,13 +1,15 @@
 """Predicted memory against the runtime's own count of tensors, rank by rank."""
 
 import pytest
+from hypothesis import given, settings
 
 from hethub.predictor import rank_memory
 from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.memory.activations import KeptPerSample, held_microbatches
 from hethub.predictor.memory.parameters import replica_widths
 from hethub.predictor.memory.shards import Shard
 from hethub.spec.layout.bind import Layout, bind
-from hethub.spec.layout.execution import Kind
+from hethub.spec.layout.execution import Kind, actions
 from hethub.spec.layout.state import StateMap
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
@@ -26,6 +28,8 @@ from hethub.runtime.pipeline.passes import MicrobatchPass  # noqa: E402
 from hethub.runtime.state.reduction import Reducer  # noqa: E402
 from hethub.runtime.state.storage import FlatMap, FlatStorage  # noqa: E402
 from hethub.runtime.state.zero import ZeroManager  # noqa: E402
+from tests.spec.random_plans import any_cases  # noqa: E402
+from tests.support.layouts import Case  # noqa: E402
 
 GROUPED = ModelSpec(name="grouped", layers=6, hidden=128, heads=8, kv_heads=2, ffn=344, vocab=512, max_seq_len=256)
 PLAIN = ModelSpec(
@@ -80,6 +84,26 @@ def test_tensors_of_every_stage_are_foreseen(model: ModelSpec, recompute: str, p
     for entry in rank_memory(layout):
         parts = entry.parts["weights"] + entry.parts["gradients"] + entry.parts["activations"]
         assert parts == pytest.approx(counted_bytes(layout, entry.rank), rel=0.05)
+
+
+@settings(max_examples=200)
+@given(case=any_cases(max_batch=20))
+def test_the_samples_held_at_most_are_those_of_the_schedule(case: Case) -> None:
+    """Walked action by action: a sample is held in every layer of a chunk from its forward to the last of its backwards,
+    which under zero_bubble is that of the weights."""
+    layout = case.layout()
+    kept = KeptPerSample(layer=1.0, input=0.0, products=0.0, first=0.0, last=0.0, deferred_wgrad=1.0)
+    last = Kind.WEIGHT if layout.plan.schedule == "zero_bubble" else Kind.BACKWARD
+    for assignment in layout.assignments:
+        sizes = [chunk.size for chunk in layout.chunks(assignment.stage)]
+        now = most = 0
+        for action in actions(layout, assignment.stage, assignment.replica):
+            if action.microbatch is not None:
+                change = {Kind.FORWARD: 1, last: -1}.get(action.kind, 0)
+                now += change * action.microbatch.samples.size * sizes[action.chunk]
+            most = max(most, now)
+        found, in_host = held_microbatches(layout, assignment, kept, sizes, HETHUB)
+        assert (found.activations, in_host) == (most, 0.0)
 
 
 @pytest.mark.parametrize("more", [{}, {"recompute": "full"}, {"offload": ["activations"]}], ids=str)

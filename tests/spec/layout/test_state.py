@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
-from hethub.spec.layout.shares import cut_buckets
+from hethub.spec.layout.shares import cut_buckets, owner_fractions
 from hethub.spec.layout.state import Piece, StateMap, both_ends_step, slice_runs
 from hethub.spec.ranges import Range, covers_exactly, merge, nearly_equal, overlap, split_by_shares
 from tests.spec.random_plans import TIED, cases
@@ -185,6 +185,16 @@ def test_unnamed_ranks_share_the_rest_equally() -> None:
     owned = totals(one_stage([replica([r], 2) for r in range(4)], MODEL, {2: 0.1}), 0)
     assert owned[2] == pytest.approx(0.1 * MODEL.parameters, abs=4)
     assert [owned[r] for r in (0, 1, 3)] == pytest.approx([0.3 * MODEL.parameters] * 3, abs=4)
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"), [({}, [1 / 3] * 3), ({2: 0.1}, [0.45, 0.45, 0.1]), ({0: 0.5, 2: 0.2}, [0.5, 0.3, 0.2])]
+)
+def test_groups_of_the_same_ranks_are_cut_alike(shares: dict[int, float], expected: list[float]) -> None:
+    """The totals alone would allow all of a rank's share to come from one of them."""
+    ranks = (0, 1, 2)
+    for own in owner_fractions(0, [(ranks, 600), (ranks, 300)], 900, shares):
+        assert [own[rank] for rank in ranks] == pytest.approx(expected)
 
 
 def test_slices_of_runs_by_hand() -> None:
