@@ -2,6 +2,7 @@
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hethub.predictor import rank_memory
 from hethub.predictor.cost.software import HETHUB
@@ -28,8 +29,7 @@ from hethub.runtime.pipeline.passes import MicrobatchPass  # noqa: E402
 from hethub.runtime.state.reduction import Reducer  # noqa: E402
 from hethub.runtime.state.storage import FlatMap, FlatStorage  # noqa: E402
 from hethub.runtime.state.zero import ZeroManager  # noqa: E402
-from tests.spec.random_plans import any_cases  # noqa: E402
-from tests.support.layouts import Case  # noqa: E402
+from tests.spec.random_plans import SCHEDULES, any_cases  # noqa: E402
 
 GROUPED = ModelSpec(name="grouped", layers=6, hidden=128, heads=8, kv_heads=2, ffn=344, vocab=512, max_seq_len=256)
 PLAIN = ModelSpec(
@@ -86,24 +86,29 @@ def test_tensors_of_every_stage_are_foreseen(model: ModelSpec, recompute: str, p
         assert parts == pytest.approx(counted_bytes(layout, entry.rank), rel=0.05)
 
 
-@settings(max_examples=200)
-@given(case=any_cases(max_batch=20))
-def test_the_samples_held_at_most_are_those_of_the_schedule(case: Case) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@settings(max_examples=400)
+@given(data=st.data())
+def test_the_samples_held_at_most_are_those_of_the_schedule(schedule: str, data: st.DataObject) -> None:
     """Walked action by action: a sample is held in every layer of a chunk from its forward to the last of its backwards,
-    which under zero_bubble is that of the weights."""
-    layout = case.layout()
+    which under zero_bubble is that of the weights, until which it keeps another part of a layer."""
+    layout = data.draw(any_cases(max_batch=20, schedule=schedule)).layout()
     kept = KeptPerSample(layer=1.0, input=0.0, products=0.0, first=0.0, last=0.0, deferred_wgrad=1.0)
-    last = Kind.WEIGHT if layout.plan.schedule == "zero_bubble" else Kind.BACKWARD
+    splits = layout.plan.schedule == "zero_bubble"
+    changes = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 1 * splits), Kind.WEIGHT: (0, -1)}
     for assignment in layout.assignments:
         sizes = [chunk.size for chunk in layout.chunks(assignment.stage)]
-        now = most = 0
+        held, later, moments = 0, 0, dict[int, set[float]]()  # by layers with a sample, the bytes then
         for action in actions(layout, assignment.stage, assignment.replica):
             if action.microbatch is not None:
-                change = {Kind.FORWARD: 1, last: -1}.get(action.kind, 0)
-                now += change * action.microbatch.samples.size * sizes[action.chunk]
-            most = max(most, now)
-        found, in_host = held_microbatches(layout, assignment, kept, sizes, HETHUB)
-        assert (found.activations, in_host) == (most, 0.0)
+                layers = action.microbatch.samples.size * sizes[action.chunk]
+                held += changes[action.kind][0] * layers
+                later += changes[action.kind][1] * layers
+            moments.setdefault(held + later, set()).add(held + 0.25 * later)
+        most, in_host = held_microbatches(layout, assignment, kept, sizes, HETHUB)
+        less, _ = held_microbatches(layout, assignment, kept._replace(deferred_wgrad=0.25), sizes, HETHUB)
+        assert (most.activations, in_host) == (max(moments), 0.0)
+        assert less.activations in moments[max(moments)]
 
 
 @pytest.mark.parametrize("more", [{}, {"recompute": "full"}, {"offload": ["activations"]}], ids=str)

@@ -46,8 +46,11 @@ def test_every_rank_holds_what_the_state_map_says(case: Case) -> None:
 @settings(max_examples=60, deadline=None)
 @given(case=any_cases())
 def test_every_rank_steps_what_the_state_map_says(case: Case) -> None:
+    check_stepped(case.layout())
+
+
+def check_stepped(layout: Layout) -> None:
     """But for what ranks of a replica hold alike (norms, shared KV heads): the map gives each of it to one owner."""
-    layout = case.layout()
     (alone,) = rank_widths(layout.model, 1)
     for index, spec in enumerate(layout.stages):
         whole, own = StageParameters.of(layout, index, alone).held, {}
@@ -62,6 +65,16 @@ def test_every_rank_steps_what_the_state_map_says(case: Case) -> None:
         for rank, held_by in own.items():
             counted = stepped(layout, HETHUB, index, rank, held_by, whole)
             assert counted == pytest.approx(StateMap(layout).owned_elements[rank], abs=repeated + 8)
+
+
+@pytest.mark.parametrize("named", [[0], [1], [0, 1]], ids=str)
+def test_a_tied_head_is_stepped_by_the_embeddings_stage_where_an_end_names_shares(named: list[int]) -> None:
+    shares = [{"state_shares": {2 * s: 0.3}} if s in named else {} for s in range(2)]
+    stages = [
+        stage((2 * s, 2 * s + 2), replica([2 * s], 4), replica([2 * s + 1], 4), zero=1, **own)
+        for s, own in enumerate(shares)
+    ]
+    check_stepped(Case(name="named", stages=stages, model=MODEL.replace(tied_head=True)).layout())
 
 
 def test_ranks_of_unlike_degrees_share_the_state_alike() -> None:

@@ -14,8 +14,9 @@ from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.shares import cut_buckets, owner_fractions
 from hethub.spec.layout.state import Piece, StateMap, both_ends_step, slice_runs
+from hethub.spec.layout.tensors import EMBEDDING
 from hethub.spec.ranges import Range, covers_exactly, merge, nearly_equal, overlap, split_by_shares
-from tests.spec.random_plans import TIED, cases
+from tests.spec.random_plans import TIED, any_cases, cases
 from tests.support.layouts import MODEL, Case, replica, stage
 
 
@@ -244,6 +245,22 @@ def test_where_units_move_no_bucket_holds_two_of_them() -> None:
     assert state.units_at(0, 0) == (0, 4)
     assert state.units_at(0, 1) == (1,)
     assert state.units_at(0, 3) == (3, 4)
+
+
+@pytest.mark.parametrize("elements", [1, 1 << 12])
+@given(case=any_cases())
+def test_a_bucket_is_needed_from_the_first_layer_that_computes_with_it(elements: int, case: Case) -> None:
+    """The embedding with the stage's first, the head with its last; norms are there before any."""
+    state = StateMap(case.layout())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hethub.spec.layout.state.BUCKET_ELEMENTS", elements)
+        buckets = state.buckets
+    for bucket in buckets:
+        layers = [layer for chunk in state.layout.stages[bucket.stage].chunks for layer in range(*chunk)]
+        names = [t.info.name for t in state.tensors if bucket.span.contains(t.span)]
+        inside = [re.match(r"model\.layers\.(\d+)\.", name) for name in names]
+        needed = min(layers.index(int(own[1])) if own else len(layers) - 1 for own in inside)
+        assert bucket.layer == (needed if bucket.decays and EMBEDDING not in names else 0)
 
 
 def test_one_replica_shards_nothing_whatever_its_level() -> None:
