@@ -98,6 +98,17 @@ def test_every_microbatch_runs_forward_once_and_backward_once(case: Case) -> Non
 
 
 @given(any_cases(max_batch=20))
+def test_loads_are_those_of_the_microbatches(case: Case) -> None:
+    """Known without dealing them: how many an actor has, their samples and the largest one's."""
+    layout = case.layout()
+    for own, actors in zip(layout.loads, layout.actors, strict=True):
+        sizes = [[] for _ in own]
+        for microbatch in actors.microbatches(0):
+            sizes[microbatch.replica].append(microbatch.samples.size)
+        assert own == [(len(each), sum(each), max(each)) for each in sizes]
+
+
+@given(any_cases(max_batch=20))
 def test_what_is_held_is_foreseen(case: Case) -> None:
     layout = case.layout()
     for (s, r), acts in schedule(layout).items():
@@ -335,3 +346,9 @@ def test_in_flight_has_no_meaning_where_all_microbatches_are_held(name: str) -> 
     stages = [stage((0, 4), replica([0], 8, 1, in_flight=3))]
     with pytest.raises(BadInput, match=f"schedule {name} holds all microbatches at once, so in_flight has no meaning"):
         Case(name=name, stages=stages, schedule=name, model=MODEL).layout()
+
+
+def test_every_shape_of_replica_is_checked_when_the_plan_is_bound() -> None:
+    unlike = replica([2, 3], 4, tensor_shares=[100, 1])
+    with pytest.raises(BadInput, match=r"stages\[0\]\.replicas\[1\]: tensor_shares \[100.*leave rank 3 without"):
+        Case(name="unlike", stages=[stage((0, 4), replica([0, 1], 4), unlike)]).layout()

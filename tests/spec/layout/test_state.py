@@ -198,6 +198,26 @@ def test_groups_of_the_same_ranks_are_cut_alike(shares: dict[int, float], expect
         assert [own[rank] for rank in ranks] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("named", [0, 1])
+def test_where_an_end_names_shares_the_embeddings_stage_alone_steps_a_tied_head(named: int) -> None:
+    stages = [stage((2 * s, 2 * s + 2), replica([2 * s], 4), replica([2 * s + 1], 4), zero=1) for s in range(2)]
+    stages[named]["state_shares"] = {2 * named: 0.3}
+    state = StateMap(Case(name="named", stages=stages, model=TIED).layout())
+    counted = [sum(t.info.numel for t in state.tensors if t.stage == s) for s in range(2)]
+    for s in range(2):
+        owned = [state.owned_elements[rank] for rank in (2 * s, 2 * s + 1)]
+        share = 0.3 if s == named else 0.5
+        assert owned == pytest.approx([share * counted[s], (1 - share) * counted[s]], abs=len(pieces(state)))
+
+
+def test_ranks_that_step_other_groups_step_less_of_a_common_one() -> None:
+    """Totals are equal where groups allow it: 400 elements each, though half of the common ones were as even."""
+    assert owner_fractions(0, [((0, 1), 600), ((0,), 200)], 800, {}) == [
+        pytest.approx({0: 1 / 3, 1: 2 / 3}),
+        pytest.approx({0: 1.0}),
+    ]
+
+
 def test_slices_of_runs_by_hand() -> None:
     runs = (Range(10, 14), Range(20, 23))
     assert slice_runs(runs, Range(2, 6)) == [Range(12, 14), Range(20, 22)]

@@ -20,6 +20,19 @@ def test_uniform_pipelines_default_to_the_classical_depth(num_stages: int) -> No
     assert layout.in_flight == [[num_stages - s] for s in range(num_stages)]
 
 
+def test_equal_replicas_may_hold_unlike_numbers() -> None:
+    """Where all else is even, one replica that stood for all would give both what the first asks for."""
+    first = [replica([0], 4, in_flight=2), replica([1], 4, in_flight=3)]
+    stages = [stage((0, 2), *first), stage((2, 4), replica([2], 4), replica([3], 4))]
+    assert Case(name="unlike", stages=stages).layout().in_flight == [[2, 3], [1, 1]]
+
+
+def test_a_stage_in_rounds_holds_the_smallest_number_that_a_replica_asks_for() -> None:
+    first = [replica([0], 4), replica([1], 4, in_flight=4), replica([2], 4, in_flight=3)]
+    stages = [stage((0, 2), *first, zero=2), stage((2, 4), *(replica([rank], 4) for rank in (3, 4, 5)), zero=2)]
+    assert Case(name="rounds", stages=stages, global_batch=12).layout().actor_limits == [[3], [1]]
+
+
 def minimum(plan: PlanSpec, layout: Layout, position: tuple[int, int]) -> int:
     """The smallest in_flight that is accepted for a replica, the others left to their defaults."""
     microbatches = len(layout.microbatches_of(*position))
