@@ -13,6 +13,7 @@ from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.state import StateMap
 from hethub.spec.layout.tensors import EMBEDDING
+from tests.predictor.plans import cluster, uniform
 from tests.spec.random_plans import any_cases
 from tests.support.layouts import MODEL, Case, replica, stage
 
@@ -41,6 +42,17 @@ def test_every_rank_holds_what_the_state_map_says(case: Case) -> None:
         assert (counted.total, counted.norms, counted.apart) == (total, norms, apart)
         fullest = max(held[other][0] for other in layout.assignments if other[1:3] == assignment[1:3])
         assert sum(costs.held(replica, costs.whole[assignment.stage])) == fullest
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_hold_the_models_parameters(family: str, tied: bool) -> None:
+    """Each once, learned positions too, but for a tied embedding, which both ends hold."""
+    model = MODEL.replace(family=family, tied_head=tied)
+    layout = uniform(model, cluster(("A100-SXM4-80GB", 1, 2)), tp=1, pp=2, micro_batch=1, batch=2, seq=16)
+    (alone,) = rank_widths(model, 1)
+    totals = [StageParameters.of(layout, s, alone).total for s in range(2)]
+    assert sum(totals) == model.parameters + (model.vocab * model.hidden if tied else 0)
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,7 +11,7 @@ from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout
-from tests.predictor.plans import LLAMA_8B, uniform
+from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
 
 
 def offloading(per_host: float | None, stages: tuple[int, ...]) -> PlanCosts:
@@ -45,6 +45,15 @@ def test_what_is_fetched_passes_what_is_stored() -> None:
     place = free.layout.cluster.places[0]
     assert free.state.host_passing_seconds_per_byte(place) == free.state.host_seconds_per_byte(place)
     assert limited.state.host_passing_seconds_per_byte(place) == pytest.approx(1e-9 * 2 * 8 / 100)
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_cpus_that_copy_themselves_do_one_after_the_other(emulated: bool) -> None:
+    on = cluster(("CPU-core", 1, 2)).replace(emulated=emulated)
+    layout = uniform(TINY, on, tp=1, pp=1, micro_batch=1, batch=2, seq=64, precision="fp32", offload=["optimizer"])
+    state, place = PlanCosts(layout, HETHUB, packaged()).state, on.places[0]
+    times = 1 if emulated else 2
+    assert state.host_passing_seconds_per_byte(place) == times * state.host_seconds_per_byte(place)
 
 
 def test_a_host_that_carries_enough_limits_nobody() -> None:

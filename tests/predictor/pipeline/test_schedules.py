@@ -21,7 +21,7 @@ from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import Kind, schedule
 from hethub.spec.plan import PlanSpec
 from tests.oracle.execution_order import dependencies
-from tests.predictor.plans import LLAMA_8B, TINY, cluster, last_stops, uniform
+from tests.predictor.plans import LLAMA_8B, TINY, cluster, last_stops, under, uniform
 from tests.spec.random_plans import any_cases
 
 
@@ -138,6 +138,16 @@ def test_equal_replicas_are_replayed_once_and_their_steady_state_extrapolated(
     short, full = (step_times(layout, PlanCosts(layout, HETHUB, packaged()), full=full) for full in (False, True))
     assert short.seconds == pytest.approx(full.seconds, rel=1e-6)
     assert short.breakdown == pytest.approx(full.breakdown, rel=1e-6, abs=1e-6 * full.seconds)
+
+
+def test_groups_that_take_what_is_left_over_are_all_replayed() -> None:
+    """Seven microbatches that fill no group of eight make seven groups larger by one; fewer groups were larger by more."""
+    on, model = cluster(("A100-SXM4-80GB", 8, 1), gbps=25.0), LLAMA_8B.replace(layers=16)
+    plan = uniform(model, on, tp=1, pp=8, micro_batch=1, batch=8 * 20 + 7, seq=1024).plan
+    layout = bind(under("interleaved", plan, 2), model, on)
+    costs = PlanCosts(layout, HETHUB, packaged())
+    short, full = (step_times(layout, costs, full=full).seconds for full in (False, True))
+    assert short == pytest.approx(full, rel=1e-9)
 
 
 def test_offloaded_activations_take_the_scores_of_unfused_attention_along() -> None:

@@ -63,6 +63,18 @@ def test_dealing_by_hand() -> None:
     assert [tuple(microbatch.samples) for microbatch in deal(short).microbatches(0)] == [(0, 3), (3, 6), (6, 8)]
 
 
+def test_fractions_that_are_one_float_are_dealt_apart() -> None:
+    """(2^27 - 1) / (2^28 - 1) is the smaller one, by less than a float tells; a tie would deal what is listed first."""
+    wide = (
+        ReplicaSpec(ranks=(0,), micro_batch=2**27, samples=2**28 + 1),
+        ReplicaSpec(ranks=(1,), micro_batch=2**27 - 1, samples=2**28 - 1),
+    )
+    assert len({spec.micro_batch / spec.samples for spec in wide}) == 1
+    dealt = [(microbatch.replica, *microbatch.samples) for microbatch in deal(wide).microbatches(0)]
+    assert dealt == naive_deal(wide)
+    assert dealt[0][0] == 1
+
+
 @given(cases())
 def test_every_sample_crosses_every_boundary_once_under_its_own_tag(case: Case) -> None:
     layout = case.layout()
