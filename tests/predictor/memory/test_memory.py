@@ -1,5 +1,7 @@
 """Predicted memory against the runtime's own count of tensors, rank by rank."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,6 +122,53 @@ def test_a_microbatch_holds_no_more_than_its_replica_has(more: dict[str, object]
             for size in (4, 64)
         )  # fmt: skip
         assert rank_memory(above) == rank_memory(exact)
+
+
+def of_two(first: str, other: str, replicas: tuple[dict[str, Any], dict[str, Any]], **stage: Any) -> Layout:
+    """Two stages, the first with a replica on either device, the second with one on two more of the second's sort."""
+    on = cluster((first, 1, 1), (other, 1, 3))
+    own = [{"ranks": [rank], "micro_batch": 1, "samples": 8, **more} for rank, more in enumerate(replicas)]
+    samples = sum(replica["samples"] for replica in own)
+    last = {"ranks": [2, 3], "micro_batch": 1, "samples": samples}
+    plan = {
+        "model": GROUPED.name, "cluster": on.name, "global_batch": samples, "seq_len": 64, "precision": "fp32",
+        "stages": [{"layers": [[0, 3]], "replicas": own, "zero": 1, **stage}, {"layers": [[3, 6]], "replicas": [last]}],
+    }  # fmt: skip
+    return bind(PlanSpec.model_validate(plan), GROUPED, on)
+
+
+IN_FOURS = {"micro_batch": 4, "in_flight": 2}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        of_two("A100-SXM4-80GB", "A100-SXM4-80GB", ({"in_flight": 4}, {"in_flight": 6})),
+        of_two("A100-SXM4-80GB", "A100-SXM4-80GB", (IN_FOURS, {**IN_FOURS, "samples": 7})),
+        of_two("A100-SXM4-80GB", "A100-SXM4-80GB", ({}, {}), state_shares={0: 0.8}),
+        of_two("CPU-core", "A100-SXM4-80GB", ({}, {}), offload=["optimizer"]),
+        of_two("A100-SXM4-80GB", "V100-SXM2-32GB", ({}, {})),
+    ],
+    ids=["in flight", "samples", "shares", "host", "device"],
+)
+def test_a_ranks_memory_does_not_depend_on_who_was_counted_before(layout: Layout) -> None:
+    """Equal ranks are counted once; those of this stage are unlike."""
+    found = rank_memory(layout)
+    assert found == [entry for rank in range(4) for entry in rank_memory(layout, only=[rank])]
+    assert found[0]._replace(rank=1) != found[1]
+
+
+def test_the_last_stage_alone_has_logits() -> None:
+    on = cluster(("A100-SXM4-80GB", 1, 3))
+    layout = uniform(GROUPED, on, tp=1, pp=3, micro_batch=1, batch=3, seq=64, precision="fp32")
+    assert [entry.parts["logits"] > 0 for entry in rank_memory(layout)] == [False, False, True]
+
+
+def test_an_accelerator_alone_has_no_communicator() -> None:
+    for size, has in ((1, False), (2, True)):
+        on = cluster(("A100-SXM4-80GB", 1, size))
+        layout = uniform(GROUPED, on, tp=1, pp=1, micro_batch=1, batch=2, seq=64, precision="fp32")
+        assert [entry.parts["communicator"] > 0 for entry in rank_memory(layout)] == [has] * size
 
 
 LARGE = ModelSpec(name="large", layers=3, hidden=2048, heads=16, kv_heads=4, ffn=8192, vocab=8192, max_seq_len=256)

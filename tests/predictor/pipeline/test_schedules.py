@@ -16,6 +16,7 @@ from hethub.predictor.memory.shards import Shard
 from hethub.predictor.pipeline.closed_form import Chain, interleaved, pipeline
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import step_times
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import Kind, schedule
@@ -138,6 +139,14 @@ def test_equal_replicas_are_replayed_once_and_their_steady_state_extrapolated(
     short, full = (step_times(layout, PlanCosts(layout, HETHUB, packaged()), full=full) for full in (False, True))
     assert short.seconds == pytest.approx(full.seconds, rel=1e-6)
     assert short.breakdown == pytest.approx(full.breakdown, rel=1e-6, abs=1e-6 * full.seconds)
+
+
+def test_messages_of_replicas_behind_one_card_share_its_rate() -> None:
+    node = {"accelerator": "A100-SXM4-80GB", "accelerators": 4, "nics": 1, "gbps_per_nic": 10.0}
+    on = ClusterSpec.model_validate({"name": "test", "nodes": [{**node, "name": "a"}, {**node, "name": "b"}]})
+    layout = uniform(LLAMA_8B, on, tp=1, pp=2, micro_batch=1, batch=16, seq=2048)
+    costs, card = PlanCosts(layout, HETHUB, packaged()), 10e9 / 8 * packaged().links["between_nodes_fraction"]
+    assert costs.boundary(0, 1, 1, 1) == pytest.approx(4 * 2048 * LLAMA_8B.hidden * 2 / card, rel=0.01)
 
 
 def test_groups_that_take_what_is_left_over_are_all_replayed() -> None:

@@ -11,7 +11,7 @@ from hethub.predictor.pipeline.state_costs import StateCosts
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.plan import PlanSpec
-from tests.predictor.plans import LLAMA_8B, cluster
+from tests.predictor.plans import LLAMA_8B, cluster, uniform
 
 
 def one_stage(on: ClusterSpec, *replicas: list[int], **stage: Any) -> Layout:
@@ -40,3 +40,16 @@ def test_state_shares_of_all_ranks_tell_what_each_position_exchanges() -> None:
     costs = StateCosts(layout, HETHUB, Network(on), lambda stage, portion: (1.0, 2.0))
     for position in (0, 1):
         assert costs.replica_group(0, position).owned == pytest.approx((0.1, 0.9))
+
+
+def test_both_ends_of_a_tied_head_send_its_new_weights() -> None:
+    """In bf16, of each of the ranks that step a part: half the bytes that summing its gradients took."""
+    on, model = cluster(("A100-SXM4-80GB", 2, 1)), LLAMA_8B.replace(tied_head=True)
+    layout = uniform(model, on, tp=1, pp=2, micro_batch=1, batch=2, seq=1024)
+    network, table = Network(on), model.vocab * model.hidden
+    costs = StateCosts(layout, HETHUB, network, lambda stage, portion: (1.0, 2.0))
+    for stage in (0, 1):
+        found = costs.reduction(stage)
+        assert found.tail_seconds == found.seconds  # it waits for the last backward of the first stage
+        assert found.seconds == pytest.approx(network.reduce_scatter(network.group([0, 1]), 4 * table), rel=0.01)
+        assert found.gather_seconds == pytest.approx(network.reduce_scatter(network.group([0, 1]), 2 * table), rel=0.01)
