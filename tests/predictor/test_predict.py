@@ -176,6 +176,23 @@ def test_memory_over_the_limit_is_refused_by_name():
     assert not predict(layout).fits
 
 
+def test_the_rank_that_is_over_by_the_largest_part_is_named() -> None:
+    """Though another needs more bytes; the last one's few layers fit."""
+    on = cluster(("A100-SXM4-40GB", 1, 1), ("A100-SXM4-80GB", 1, 2))
+    edges = pairwise([0, 10, 31, 32])
+    stages = [
+        {"layers": [[*own]], "replicas": [{"ranks": [rank], "micro_batch": 1, "samples": 4}]}
+        for rank, own in enumerate(edges)
+    ]
+    plan = {"model": LLAMA_8B.name, "cluster": on.name, "global_batch": 4, "seq_len": 512, "precision": "bf16"}
+    layout = bind(PlanSpec.model_validate({**plan, "stages": stages}), LLAMA_8B, on)
+    used = rank_memory(layout)
+    assert used[0].bytes < used[1].bytes
+    need = f"{used[0].bytes / 2**30:.2f}"
+    with pytest.raises(BadInput, match=rf"rank 0 \(A100-SXM4-40GB\) would need {need} GiB .* 2 of 3 ranks are over"):
+        check_memory(layout)
+
+
 def test_zero_1_keeps_a_share_of_the_optimizer_state_per_rank():
     whole, cut = (
         rank_memory(uniform(TINY, LAPTOP, tp=1, pp=1, micro_batch=1, batch=16, seq=64, precision="fp32", zero=z))

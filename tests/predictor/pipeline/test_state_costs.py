@@ -7,7 +7,7 @@ import pytest
 from hethub.predictor import predict
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.software import HETHUB
-from hethub.predictor.pipeline.state_costs import StateCosts
+from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.plan import PlanSpec
@@ -53,3 +53,12 @@ def test_both_ends_of_a_tied_head_send_its_new_weights() -> None:
         assert found.tail_seconds == found.seconds  # it waits for the last backward of the first stage
         assert found.seconds == pytest.approx(network.reduce_scatter(network.group([0, 1]), 4 * table), rel=0.01)
         assert found.gather_seconds == pytest.approx(network.reduce_scatter(network.group([0, 1]), 2 * table), rel=0.01)
+
+
+def test_uneven_shares_cost_what_cephalo_found() -> None:
+    """A quarter for one of two ranks leaves half of the buckets even; the others take 1.25 times as long."""
+    layout = one_stage(cluster(("A100-SXM4-80GB", 2, 1)), [0], [1], zero=2, state_shares={0: 0.25})
+    costs = StateCosts(layout, HETHUB, Network(layout.cluster), lambda stage, portion: (1.0, 2.0))
+    layer = Portion(1, False, False)
+    even = costs.ring_seconds(0, 4 * LLAMA_8B.layer_parameters)
+    assert costs.reduce_seconds(0, layer) == pytest.approx([1.125 * even])
