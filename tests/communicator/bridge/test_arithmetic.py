@@ -34,3 +34,18 @@ def test_what_torch_does_not_compute_is_refused(name, dtype):
     """At submission, when nothing has been sent: what fails later ends the world."""
     with pytest.raises(BadInput, match=rf"{name} has no meaning for {dtype}"):
         make_reduction(getattr(dist.ReduceOp, name), dtype, 2)
+
+
+@pytest.mark.parametrize("name", ["MAX", "MIN", "PRODUCT", "BXOR"])
+def test_a_narrow_wire_rounds_sums_alone(name):
+    dtype = torch.int32 if name == "BXOR" else torch.float32
+    assert make_reduction(getattr(dist.ReduceOp, name), dtype, 2, "int8").wire.dtype == dtype
+    assert make_reduction(dist.ReduceOp.SUM, torch.float32, 2, "int8").wire.dtype == torch.uint8
+
+
+def test_averages_of_integers_are_cut_towards_zero():
+    """As C divides, and so the vendors' libraries."""
+    out = torch.empty(3, dtype=torch.int32)
+    partials = [torch.tensor(values, dtype=torch.int32) for values in ([-3, 3, -4], [-4, 4, -4])]
+    make_reduction(dist.ReduceOp.AVG, torch.int32, 2).total(partials, out)
+    assert out.tolist() == [-3, 3, -4]

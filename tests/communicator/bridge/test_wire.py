@@ -60,14 +60,15 @@ def test_bytes_over_the_bridge(wire, islands):
     assert sent == pytest.approx(least * SHRUNK[wire], rel=0.01)
 
 
-def average_over_steps(world, steps):
-    """The mean over steps of the same sum, with feedback: rounding errors cancel over time."""
+def average_over_steps(world, steps, op=dist.ReduceOp.SUM):
+    """The mean over steps of the same sum or average, with feedback: rounding errors cancel over time."""
     exact = sum(contribution(rank, 5000).double() for rank in range(world.size))
+    exact /= world.size if op == dist.ReduceOp.AVG else 1
     residual, total = torch.zeros(5000), torch.zeros(5000, dtype=torch.float64)
     errors = []
     for step in range(1, steps + 1):
         tensor = contribution(world.rank, 5000)
-        all_reduce_with_feedback(world.default_group, tensor, residual, async_op=False)
+        all_reduce_with_feedback(world.default_group, tensor, residual, op=op, async_op=False)
         total += tensor
         errors.append(((total / step - exact).norm() / exact.norm()).item())
     return errors
@@ -77,6 +78,12 @@ def average_over_steps(world, steps):
 @pytest.mark.parametrize("islands", [[[0, 1], [2]], [[0], [1], [2]]], ids=["2+1", "1+1+1"])
 def test_feedback_makes_the_mean_error_vanish(wire, islands):
     for errors in run_ranks(3, average_over_steps, 20, islands=islands, wire=wire):
+        assert errors[-1] < errors[0] / 10
+
+
+def test_feedback_of_an_average_keeps_all_that_the_total_lost():
+    """The total is rounded behind the division: what that loses is a third of what contributions must make up for."""
+    for errors in run_ranks(3, average_over_steps, 20, dist.ReduceOp.AVG, islands=[[0], [1], [2]], wire="int8"):
         assert errors[-1] < errors[0] / 10
 
 
