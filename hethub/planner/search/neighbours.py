@@ -23,7 +23,7 @@ def neighbours(candidate: Candidate, costs: Estimator) -> list[Candidate]:
 
 def neighbourhoods(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candidate]]:
     """The candidates one change away, sort of change by sort of change; none whose chunks fall out of step, where every
-    action waits for another stage's: they take 1.1 to 40 times what is estimated."""
+    action waits for another stage's: they take up to 40 times what is estimated."""
     for some in _changed(candidate, costs):
         yield [near for near in some if near.chunks == 1 or near.is_in_step or not candidate.is_in_step]
 
