@@ -234,7 +234,7 @@ def _add_bench(commands: Any) -> None:
         "--lanes",
         type=int,
         metavar="N",
-        help="connections per pair of ranks for the gloo relay (default: the job's, or 1)",
+        help="connections per pair of ranks and way for the gloo relay (default: the job's, or 1)",
     )
     parser.add_argument("--sizes", metavar="BYTES,…", help="message sizes (default 4 KiB to 64 MiB)")
     add_json(parser)

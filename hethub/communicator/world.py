@@ -43,7 +43,7 @@ def connect(
 
     `islands` emulates islands; without it, ranks of one vendor form one. With `debug`, bridged operations compare
     first what each rank is about to do, and name the rank that does something else. `num_lanes` connections per pair
-    carry the gloo relay's large messages: one fills a slow link, a fast one may want 2 to 4. `staged_ranks` treat host
+    and way carry the gloo relay's large messages: one fills a slow link, a fast one may want 2 to 4. `staged_ranks` treat host
     tensors as they would a device's, so that this way can be tested without one. `stored_relays` is an earlier world's
     `relays`, used again where `relay` is auto. Raises BadInput where ranks do not fit together (versions, islands,
     relay) and RunFailed where one does not come within the timeout.

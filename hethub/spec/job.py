@@ -202,7 +202,7 @@ class CommunicatorSpec(Spec):
 
     relay: Literal["auto", "gloo", "shm", "mpi"] = "auto"  # what carries bytes between islands
     wire: Literal["exact", "bf16", "int8", "fp8"] = "exact"  # how sums of fp32 pass the bridge; exact loses nothing
-    lanes: Count = 1  # TCP connections per pair of ranks, over which gloo cuts large messages; 1 fills a slow link
+    lanes: Count = 1  # TCP connections a pair and way, over which gloo cuts large messages; 1 fills a slow link
     # A rank that is silent for so long counts as failed. Below 1 a slow rank would; above 1e6 libraries overflow.
     timeout_seconds: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)] = 120.0
 

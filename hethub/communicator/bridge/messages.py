@@ -7,7 +7,7 @@ Three ways, which sender and receiver choose alike:
 - Between islands, where one of the two has a device, messages go over the bridge's relays, in chunks that overlap: copied to
   host memory that the relay lends, sent as soon as they are there, copied to the device as soon as they have come. A
   thread for each message waits for the copies and for the wire; the caller's only for messages that it needs.
-- Everything else goes over Gloo, which moves bytes in threads of its own.
+- Everything else goes over Gloo, which moves bytes in threads of its own; between hosts on a connection for each way.
 
 A group's own messages (`dist.send`) take Gloo always, because it alone can receive from any rank; those of a device are
 staged whole.
@@ -56,6 +56,7 @@ class Process(Protocol):
     device_ranks: frozenset[int]
     device: Device
     timeout_seconds: float
+    gloo_down: torch_private.GlooGroup
 
     @property
     def rank(self) -> int: ...
@@ -86,7 +87,7 @@ class PointToPoint:
     ) -> None:
         self._process = process
         self._members = members
-        self._gloo = gloo
+        self._gloo, self._gloo_down = gloo, gloo if links is None else process.gloo_down
         self._label = label
         self._links = links
         self._stager = process.stager()
@@ -266,12 +267,12 @@ class PointToPoint:
         self, start: Any, host: torch.Tensor, tensor: torch.Tensor, peer: int, tag: int, operation: Operation
     ) -> NativeWork:
         name = "send" if start is torch_private.gloo_send else "receive"
+        goes_up = (name == "send") == (self._members[peer] > self._process.rank)
+        gloo = self._gloo if goes_up else self._gloo_down
         if name == "send":
             self._count_sent(tensor, peer)
         try:
-            return NativeWork(
-                operation, start(self._gloo, host, peer, tag), [tensor], peer, self._counted(tensor, name)
-            )
+            return NativeWork(operation, start(gloo, host, peer, tag), [tensor], peer, self._counted(tensor, name))
         except RuntimeError as error:
             raise operation.failed(error, peer) from error
 

@@ -12,6 +12,7 @@ from hethub.communicator.relays.choice import PROBED_BYTES, Carriers, RelayChoic
 from hethub.communicator.relays.gloo import GlooRelay, connect_gloo
 from hethub.communicator.relays.relay import Relay
 from hethub.communicator.relays.shm_connection import connect_same_host
+from hethub.communicator.torch_private import GlooGroup
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
 
@@ -88,9 +89,12 @@ class Connector:
 
     def _gloo(self) -> GlooRelay:
         rank, size = self._rendezvous.rank, self._rendezvous.size
-        names = [f"gloo/relay/{lane}" for lane in range(self._num_lanes)]
-        lanes = [connect_gloo(self._rendezvous, name, rank, size, self._timeout_seconds) for name in names]
-        return GlooRelay(lanes, rank, size)
+
+        def lanes(way: str) -> list[GlooGroup]:
+            names = [f"gloo/relay/{way}/{lane}" for lane in range(self._num_lanes)]
+            return [connect_gloo(self._rendezvous, name, rank, size, self._timeout_seconds) for name in names]
+
+        return GlooRelay((lanes("up"), lanes("down")), rank, size)
 
     def _times_between_hosts(self) -> Mapping[str, Sequence[float]]:
         """Seconds there and back of each probed size over Gloo and MPI, between the first ranks of two hosts."""

@@ -1,4 +1,9 @@
-"""The `gloo` relay: host-staged TCP through a Gloo group over the whole world, one connection per pair and lane."""
+"""The `gloo` relay: host-staged TCP through Gloo groups over the whole world, a connection per pair, way and lane.
+
+A receiver tells Gloo's sender that it is ready, and the sender waits for that. On a connection that carries messages both
+ways, the word that one is awaited queues behind another that leaves: the ways then take turns, and a link that carries
+both at once gives half of its rate.
+"""
 
 import torch
 import torch.distributed as dist
@@ -8,6 +13,8 @@ from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.relays.relay import PeerError, Relay, Transfer
 
 _STRIPE_BYTES = 1 << 20
+
+Lanes = list[torch_private.GlooGroup]
 
 
 def connect_gloo(
@@ -49,29 +56,30 @@ class Striped:
 
 
 class GlooRelay(Relay):
-    """Large messages go over all lanes at once, small ones over the first."""
+    """Large messages go over all lanes of their way at once, small ones over the first. `lanes` are those up, from lower
+    ranks to higher, and those down."""
 
     name = "gloo"
 
-    def __init__(self, lanes: list[torch_private.GlooGroup], rank: int, size: int) -> None:
-        self._lanes = lanes
+    def __init__(self, lanes: tuple[Lanes, Lanes], rank: int, size: int) -> None:
+        self._up, self._down = lanes
         self._rank = rank
         self._size = size
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        return self._over_lanes(torch_private.gloo_send, tensor, peer, tag)
+        lanes = self._up if peer > self._rank else self._down
+        return self._over_lanes(lanes, torch_private.gloo_send, tensor, peer, tag)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        return self._over_lanes(torch_private.gloo_receive, tensor, peer, tag)
+        lanes = self._down if peer > self._rank else self._up
+        return self._over_lanes(lanes, torch_private.gloo_receive, tensor, peer, tag)
 
-    def _over_lanes(self, start: object, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+    def _over_lanes(self, lanes: Lanes, start: object, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         tensor = tensor.view(torch.uint8)  # Gloo moves bytes, but knows few types by name
-        if len(self._lanes) == 1 or tensor.nbytes < _STRIPE_BYTES:
-            return self._one(start, self._lanes[0], tensor, peer, tag)
-        stripes = tensor.tensor_split(len(self._lanes))
-        return Striped(
-            [self._one(start, lane, part, peer, tag) for lane, part in zip(self._lanes, stripes, strict=True)]
-        )
+        if len(lanes) == 1 or tensor.nbytes < _STRIPE_BYTES:
+            return self._one(start, lanes[0], tensor, peer, tag)
+        stripes = tensor.tensor_split(len(lanes))
+        return Striped([self._one(start, lane, part, peer, tag) for lane, part in zip(lanes, stripes, strict=True)])
 
     @staticmethod
     def _one(start: object, lane: torch_private.GlooGroup, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
@@ -81,7 +89,7 @@ class GlooRelay(Relay):
             raise PeerError(peer, gloo_reason(error)) from error
 
     def abort(self) -> None:
-        for lane in self._lanes:
+        for lane in (*self._up, *self._down):
             torch_private.break_gloo_group(lane, self._rank, self._size)
 
 

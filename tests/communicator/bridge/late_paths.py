@@ -278,7 +278,7 @@ def take_device_memory(world: Any) -> None:
     do."""
     for relay in world._context._distinct_relays():
         relay.takes_device_memory, move = True, relay._over_lanes
-        relay._over_lanes = lambda start, tensor, *rest, move=move: move(start, near(tensor), *rest)
+        relay._over_lanes = lambda lanes, start, tensor, *rest, move=move: move(lanes, start, near(tensor), *rest)
 
 
 def run_paths(
