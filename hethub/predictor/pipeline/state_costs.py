@@ -301,15 +301,10 @@ class StateCosts:
 
     @cached_property
     def by_turns(self) -> tuple[bool, ...]:
-        """Per stage, whether its ranks communicate with the cores they compute with: CPUs of one machine, which copy and
-        sum themselves, unless their time is emulated. Between machines it is the link that takes the time."""
-        cluster = self.layout.cluster
-        if cluster.emulated:
-            return (False,) * self.layout.num_stages
-        own = ([cluster.places[rank] for rank in stage.ranks] for stage in self.layout.stages)
-        return tuple(
-            all(is_cpu(place.accelerator) and place.machine == places[0].machine for place in places) for places in own
-        )
+        """Per stage, whether its ranks communicate with the cores they compute with: CPUs, which copy and sum
+        themselves, unless their time is emulated."""
+        places, real = self.layout.cluster.places, not self.layout.cluster.emulated
+        return tuple(real and all(is_cpu(places[rank].accelerator) for rank in s.ranks) for s in self.layout.stages)
 
     def level(self, stage: int) -> int:
         """The ZeRO level that the stage's ranks really have."""

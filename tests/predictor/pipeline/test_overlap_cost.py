@@ -87,6 +87,17 @@ def test_a_reduction_does_not_depend_on_the_microbatches() -> None:
     assert found[0].state.reduction(0) == found[1].state.reduction(0)
 
 
+def test_cores_that_sum_and_copy_themselves_compute_nothing_beside() -> None:
+    """Under ZeRO-3 and `layered` a CPU's step has all of its gathers and sums in a row with its compute."""
+    costs = costs_of("layered", 3, "CPU-core")
+    in_a_row = costs.optimizer(0, 0)
+    for portion in costs.state.portions[0]:
+        found = costs.microbatch(0, 0, 1, portion)
+        gather, reduce = sum(costs.state.gather_seconds(0, portion)), sum(costs.state.reduce_seconds(0, portion))
+        in_a_row += 8 * (found.forward.compute + found.backward.compute) + 2 * gather + reduce
+    assert step_times(costs.layout, costs, full=True).seconds == pytest.approx(in_a_row)
+
+
 def test_rehearsals_slow_nothing() -> None:
     costs = costs_of("layered", 3)
     layout = Layout(costs.plan, LLAMA_8B, costs.layout.cluster.replace(emulated=True))
