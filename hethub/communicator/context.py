@@ -44,9 +44,6 @@ class Context:
     device: Device
     islands: Islands
     gloo: torch_private.GlooGroup
-    gloo_down: torch_private.GlooGroup
-    """What carries the world's messages from higher ranks to lower ones: between hosts a group of its own, as a connection
-    that carries messages both ways would do so by turns (`relays.gloo`)."""
     relays: Mapping[int, Carriers]
     relay_choice: RelayChoice
     hosts: Sequence[str]
@@ -231,8 +228,7 @@ class Context:
         for relay in self._distinct_relays():
             relay.abort()
         with self._lock:
-            worlds = dict.fromkeys((self.gloo, self.gloo_down))
-            groups = [*((gloo, self.rank, self.size, "") for gloo in worlds), *self._gloo_groups]
+            groups = [(self.gloo, self.rank, self.size, ""), *self._gloo_groups]
             nccl_groups = list(self._nccl_groups)
         for gloo, rank, size, _ in groups:
             torch_private.break_gloo_group(gloo, rank, size)

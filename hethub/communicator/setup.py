@@ -96,10 +96,8 @@ def make_context(
     )
     rendezvous, hosts = replace(rendezvous, watch=watch), [fact.host_identity for fact in facts]
     with connecting(rendezvous):
-        gloo = gloo_down = connect_gloo(rendezvous, "gloo/world", rendezvous.rank, rendezvous.size, timeout_seconds)
+        gloo = connect_gloo(rendezvous, "gloo/world", rendezvous.rank, rendezvous.size, timeout_seconds)
         connector = Connector(rendezvous, hosts, device, timeout_seconds, num_lanes)
-        if connector.spans_hosts:
-            gloo_down = connect_gloo(rendezvous, "gloo/world/down", rendezvous.rank, rendezvous.size, timeout_seconds)
         choice = connector.choose(relay, stored_relays)
         relays = connector.carriers(choice)
     context = Context(
@@ -110,7 +108,6 @@ def make_context(
         device_ranks=frozenset(rank for rank, fact in enumerate(facts) if fact.vendor != "cpu").union(staged_ranks),
         islands=known,
         gloo=gloo,
-        gloo_down=gloo_down,
         relays=relays,
         relay_choice=choice,
         hosts=hosts,

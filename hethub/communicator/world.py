@@ -43,10 +43,10 @@ def connect(
 
     `islands` emulates islands; without it, ranks of one vendor form one. With `debug`, bridged operations compare
     first what each rank is about to do, and name the rank that does something else. `num_lanes` connections per pair
-    and way carry the gloo relay's large messages: one fills a slow link, a fast one may want 2 to 4. `staged_ranks` treat host
-    tensors as they would a device's, so that this way can be tested without one. `stored_relays` is an earlier world's
-    `relays`, used again where `relay` is auto. Raises BadInput where ranks do not fit together (versions, islands,
-    relay) and RunFailed where one does not come within the timeout.
+    and way carry the gloo relay's large messages: one fills a slow link, a fast one may want 2 to 4. `staged_ranks`
+    treat host tensors as they would a device's, so that this way can be tested without one. `stored_relays` is an
+    earlier world's `relays`, used again where `relay` is auto. Raises BadInput where ranks do not fit together
+    (versions, islands, relay) and RunFailed where one does not come within the timeout.
     """
     with connecting(rendezvous):
         context = make_context(
@@ -74,9 +74,12 @@ class World:
         self._group = group
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(context.size)): group}
         label = f"the world of {context.size} ranks"
+        members = range(context.size)
+        spans_hosts = len(set(context.hosts)) > 1
         self._messages = PointToPoint(
-            context.gloo, context, range(context.size), label, context.links(0, range(context.size), label)
-        )
+            context.gloo, context, members, label, context.links(0, members, label),
+            context.gloo_group("world/down", members) if spans_hosts else None,
+        )  # fmt: skip
         self._closed = False
 
     @property

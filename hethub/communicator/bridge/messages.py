@@ -56,7 +56,6 @@ class Process(Protocol):
     device_ranks: frozenset[int]
     device: Device
     timeout_seconds: float
-    gloo_down: torch_private.GlooGroup
 
     @property
     def rank(self) -> int: ...
@@ -75,6 +74,7 @@ class PointToPoint:
     """Messages among `members` (the world's ranks, in group order), who are named by their place in the group.
 
     `label` names the group in the counters; `links` are what joins the world's ranks, None for a group's own messages.
+    `gloo_down` takes those to lower ranks, where one connection would carry both ways by turns (`relays.gloo`).
     """
 
     def __init__(
@@ -84,10 +84,11 @@ class PointToPoint:
         members: Sequence[int],
         label: str,
         links: Links | None = None,
+        gloo_down: torch_private.GlooGroup | None = None,
     ) -> None:
         self._process = process
         self._members = members
-        self._gloo, self._gloo_down = gloo, gloo if links is None else process.gloo_down
+        self._gloo, self._gloo_down = gloo, gloo if gloo_down is None else gloo_down
         self._label = label
         self._links = links
         self._stager = process.stager()
@@ -267,8 +268,7 @@ class PointToPoint:
         self, start: Any, host: torch.Tensor, tensor: torch.Tensor, peer: int, tag: int, operation: Operation
     ) -> NativeWork:
         name = "send" if start is torch_private.gloo_send else "receive"
-        goes_up = (name == "send") == (self._members[peer] > self._process.rank)
-        gloo = self._gloo if goes_up else self._gloo_down
+        gloo = self._gloo if (name == "send") == (self._members[peer] > self._process.rank) else self._gloo_down
         if name == "send":
             self._count_sent(tensor, peer)
         try:

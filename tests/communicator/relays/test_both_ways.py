@@ -5,9 +5,8 @@ import os
 import pytest
 import torch
 
-from hethub.communicator import Rendezvous, connect
-from hethub.communicator.joining.rendezvous import agree_on_token
-from tests.support.hosts.namespaces import ADDRESSES, namespaces, why_no_namespaces
+from tests.support.hosts.namespaces import namespaces, why_no_namespaces
+from tests.support.hosts.wire import PLANS, meet
 from tests.support.ranks import start_ranks, values
 
 LARGE, SMALL = 1_000_000, 1_000  # bytes: at 4 Mbit/s the large one is on the wire for two seconds
@@ -18,11 +17,7 @@ def cross(rank, store, found, way):
     """On the rank to which the large message goes, whether all of that had come before the small one, which this rank
     sends meanwhile, was asked for and gone; None on the other."""
     found.enter(rank)
-    meeting = Rendezvous(
-        store=store, rank=rank, size=2, local_rank=0, local_size=1, address=ADDRESSES[rank], interface=None,
-        token=agree_on_token(store, rank, None),
-    )  # fmt: skip
-    world = connect(meeting, islands=[[0], [1]])
+    world = meet(store, rank, PLANS["pp, two islands"])
     carrier = world if way == "messages" else world._context.relays[1 - rank].carrier(LARGE)
     large, small = torch.full((LARGE,), 1 - rank, dtype=torch.uint8), torch.zeros(SMALL, dtype=torch.uint8)
     if rank == 1:
