@@ -78,11 +78,8 @@ class HethubWork(torch_private.WorkBase):
         result: list[torch.Tensor],
         callbacks: "CallbackThreads",
         timeout_seconds: float | None = None,
-        *,
-        blocks_streams: bool = False,
     ) -> None:
         super().__init__()
-        self._blocks_streams = blocks_streams
         self.operation = operation
         self._result = result
         self._callbacks = callbacks
@@ -126,16 +123,11 @@ class HethubWork(torch_private.WorkBase):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """The device's current stream waits for the result and this thread goes on; without a device, this one waits.
-
-        torch does it by a kernel that spins until the future ends. An operation that fails ends it too: `wait` tells. CUDA
-        loads no kernel while one spins: what this operation launches for the first time must be loaded before
-        (CUDA_MODULE_LOADING=EAGER).
+        """As `wait`. torch's own way, a kernel that spins on the stream until the future ends, would let the thread go on,
+        but on an H200 a kernel that is launched for the first time beside one that spins, as this operation's may be, waits
+        for its end, with CUDA_MODULE_LOADING=EAGER too.
         """
-        if self._blocks_streams:
-            super().block_current_stream()
-        else:
-            self.wait()
+        self.wait()
 
     def is_completed(self) -> bool:
         return self._done.is_set()

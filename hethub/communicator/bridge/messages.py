@@ -294,8 +294,7 @@ class PointToPoint:
             host = staged.load_whole()
             GlooTransfer(torch_private.gloo_send(self._gloo, host, peer, tag), host, peer).wait()
 
-        blocks_streams = stager.blocks_streams([tensor])
-        work = HethubWork(operation, [tensor], self._process.callbacks, blocks_streams=blocks_streams)
+        work = HethubWork(operation, [tensor], self._process.callbacks)
         return worker.submit(Job(run=job, work=work, count=self._counted(tensor, "send")))
 
     def _is_bridge(self, peer: int) -> bool:

@@ -23,10 +23,6 @@ class Stager:
     def on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type != "cpu" or self.stages_host_tensors
 
-    def blocks_streams(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a stream can wait for an operation on these tensors by itself; on ROCm torch does not test that."""
-        return self.device.vendor == "nvidia" and any(tensor.is_cuda for tensor in tensors)
-
     def stage(self, *tensors: torch.Tensor) -> "Staged":
         """Called in the caller's thread, where the device's current stream is the one the data is produced on."""
         return Staged(tensors, self)

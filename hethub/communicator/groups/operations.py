@@ -202,13 +202,7 @@ class GroupCore(torch_private.GroupBase):
             job = self._compared(name, job, tensors, chosen() if chosen else debug.option_words(opts))
         job = self._behind_what_succeeded(name, job)
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-        work = HethubWork(
-            self._operation(name),
-            tensors,
-            self.context.callbacks,
-            self._timeout_seconds,
-            blocks_streams=self._stager.blocks_streams(tensors),
-        )
+        work = HethubWork(self._operation(name), tensors, self.context.callbacks, self._timeout_seconds)
         work.end_profiled = torch_private.profiled_range(f"hethub:{name}")
 
         def count(seconds: float) -> None:
