@@ -56,16 +56,16 @@ class IndexedWriter(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)
-        entries = {key: _described(key, metadata) for key in metadata.state_dict_metadata}
+        places = {written.index: written.storage_data for of_rank in results for written in of_rank}
+        entries = {key: _described(key, saved, places) for key, saved in metadata.state_dict_metadata.items()}
         write_whole(Path(self.path) / INDEX, json.dumps({"version": 1, "entries": entries}))
 
 
-def _described(key: str, metadata: Metadata) -> dict[str, Any]:
-    saved = metadata.state_dict_metadata[key]
+def _described(key: str, saved: object, places: dict[MetadataIndex, Any]) -> dict[str, Any]:
     assert isinstance(saved, TensorStorageMetadata)
     chunks = []
     for chunk in sorted(saved.chunks, key=lambda chunk: chunk.offsets):
-        place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+        place = places[MetadataIndex(key, chunk.offsets)]
         chunks.append([chunk.offsets[0], chunk.sizes[0], place.relative_path, place.offset, place.length])
     return {"dtype": str(saved.properties.dtype).removeprefix("torch."), "numel": saved.size.numel(), "chunks": chunks}
 
