@@ -14,12 +14,12 @@ import torch
 
 from hethub.kernels.device import Device
 from hethub.kernels.reference import TorchKernels
-from hethub.kernels.sources import COMPILE_OPTIONS, NAMES, THREADS_PER_BLOCK, num_blocks, source
+from hethub.kernels.sources import COMPILE_OPTIONS, NAMES, THREADS_PER_BLOCK, WORDS_PER_THREAD, num_blocks, source
 
 _log = logging.getLogger(__name__)
 
 _MAX_BLOCKS, _MAX_ROWS = 8192, 65_535
-_BYTES_PER_THREAD = 16
+_BYTES_PER_THREAD = 16 * WORDS_PER_THREAD
 _SUFFIX = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _QUANTISED = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 

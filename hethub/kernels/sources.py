@@ -15,6 +15,8 @@ TEAM = 32
 SMALLEST_MAXIMUM = 2.0**-117
 """A block with no larger magnitude becomes zeros: below, 448 over the magnitude would overflow."""
 ELEMENTS_PER_THREAD = 4
+WORDS_PER_THREAD = 4
+"""That a thread of `pack` and `unpack` moves at a time, 16 bytes each: with one, a device is busy with starting threads."""
 
 CONVERSIONS = r"""
 typedef unsigned char u8;
@@ -130,9 +132,17 @@ extern "C" __global__ void widen_f16_all(float* out, const u16* x, u64 n) { each
 extern "C" __global__ void round_bf16_all(u16* out, const float* x, u64 n) { each(out, x, n, RoundBf16()); }
 extern "C" __global__ void round_f16_all(u16* out, const float* x, u64 n) { each(out, x, n, RoundF16()); }
 
-// Copies by the widest word that both addresses are aligned to; the last bytes one by one.
+// Copies by the widest word that both addresses are aligned to, several of a thread under way at once; the last bytes one
+// by one.
 template <class Word> __device__ inline void move_words(u8* to, const u8* from, u64 bytes) {
-    EACH(i, bytes / sizeof(Word)) ((Word*)to)[i] = ((const Word*)from)[i];
+    u64 words = bytes / sizeof(Word), threads = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += WORDS_PER_THREAD * threads) {
+        Word moved[WORDS_PER_THREAD];
+        for (u32 k = 0; k < WORDS_PER_THREAD; k++)
+            if (i + k * threads < words) moved[k] = ((const Word*)from)[i + k * threads];
+        for (u32 k = 0; k < WORDS_PER_THREAD; k++)
+            if (i + k * threads < words) ((Word*)to)[i + k * threads] = moved[k];
+    }
     u64 done = bytes / sizeof(Word) * sizeof(Word);
     EACH(j, bytes - done) to[done + j] = from[done + j];
 }
@@ -275,6 +285,7 @@ def source() -> str:
         "BLOCK": QUANTISED_BLOCK,
         "TEAM": TEAM,
         "PER_THREAD": QUANTISED_BLOCK // TEAM,
+        "WORDS_PER_THREAD": WORDS_PER_THREAD,
         "SMALLEST_MAXIMUM": hex((127 + int(log2(SMALLEST_MAXIMUM))) << 23) + "u",
     }
     return CONVERSIONS + "".join(f"\n#define {name} {value}" for name, value in constants.items()) + "\n" + KERNELS
