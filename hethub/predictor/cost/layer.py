@@ -30,6 +30,8 @@ Number = TypeVar("Number", float, "np.ndarray")
 SUMMED_IN_PRODUCTS = 4.0 + 4.0 - 2.0
 SUMMED_BEHIND_PRODUCTS = 2.0 + 4.0 + 4.0
 
+CUDNN_ATTENTION = (9.0, 10.0)  # compute capabilities for which torch takes cuDNN's attention before FlashAttention 2
+
 
 def adamw_bytes(precision: MathPrecision) -> float:
     """Bytes per parameter that AdamW reads and writes: gradient 3 times (zeroed, norm, step), master and two moments
@@ -94,10 +96,14 @@ def _gradient_bytes(
 
 
 def executed_on(accelerator: AcceleratorSpec, software: Software) -> Software:
-    """The software with what it leaves to the accelerator settled: small operations are compiled on devices alone."""
-    if software.fused_elementwise is not None:
-        return software
-    return replace(software, fused_elementwise=not is_cpu(accelerator))
+    """The software with what it leaves to the accelerator settled: small operations are compiled on devices alone, and
+    attention is cuDNN's on the generations for which torch prefers it (sdp_utils.cpp, `check_prefer_cudnn_attention`)."""
+    fused, tuned = software.fused_elementwise, software.tuned_attention
+    return replace(
+        software,
+        fused_elementwise=not is_cpu(accelerator) if fused is None else fused,
+        tuned_attention=accelerator.compute_capability in CUDNN_ATTENTION if tuned is None else tuned,
+    )
 
 
 class Device:
@@ -151,7 +157,7 @@ class LayerCost:
         self.model, self.accelerator, self.seq_len = model, accelerator, seq_len
         self.software = executed_on(accelerator, software)
         self.precision = software.math_precision(precision)
-        self.device = Device(accelerator, self.precision, software, constants or packaged())
+        self.device = Device(accelerator, self.precision, self.software, constants or packaged())
         self._layers: dict[tuple[float, float, int, Recompute], PassSeconds] = {}
 
     def layer(

@@ -29,7 +29,8 @@ class Software:
     overlapped_gather: bool = True  # new weights under ZeRO-1 and 2 are gathered under the next forward
     captured: bool = False  # CUDA graphs, XLA: the host launches a program, not kernels
     slow_host: bool = False  # programs before PyTorch 2, which take longer to launch a kernel
-    tuned_attention: bool = False  # fused attention written for this generation of matrix units
+    # Fused attention written for this generation of matrix units. None: where torch takes cuDNN's, by device.
+    tuned_attention: bool | None = None
     gathers_ahead: bool = True  # ZeRO-2/3: a layer's collectives overlap its neighbours', over the ends of a pass too
     one_tied_copy: bool = True  # of a tied head: both ends sum and step it together; else each its own copy
     # Moved per parameter and backward to accumulate half-precision gradients, beside the product's own writing. By device:

@@ -17,6 +17,12 @@ from hethub.spec.plan import StageSpec
 from hethub.spec.ranges import Range, overlap, refine
 
 BUCKET_ELEMENTS = 4 * 2**20
+BROUGHT_BUCKETS = 2  # so much of offloaded state comes to the device at a time: its copies outlast what the host does
+
+
+def brought_elements() -> int:
+    """Elements of offloaded state that come to the device at a time."""
+    return BROUGHT_BUCKETS * BUCKET_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)
