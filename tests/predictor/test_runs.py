@@ -8,6 +8,7 @@ pytest.importorskip("torch", reason="needs torch: pip install hethub[train]")
 
 from hethub.predictor import predict, rank_memory
 from hethub.predictor.memory.ranks import COUNTED
+from hethub.spec.layout.state import BUCKET_ELEMENTS
 from hethub.spec.model import ModelSpec
 from tests.support.layouts import Case, build_trainer, replica, stage
 from tests.support.ranks import run_ranks
@@ -26,7 +27,7 @@ def chunks(*layers: tuple[int, int], replicas: list[dict[str, Any]], **more: Any
 def of(name: str, *stages: dict[str, Any], **more: Any) -> Case:
     return Case(
         name=name, stages=list(stages), global_batch=16, seq_len=32, model=more.pop("model", WIDE), precision="fp32",
-        steps=2, **more,
+        steps=2, bucket_elements=BUCKET_ELEMENTS, **more,
     )  # fmt: skip
 
 

@@ -83,6 +83,14 @@ class Shard:
         return min(2 * full, max(map(sum, chunks)))
 
     @cached_property
+    def stepped_at_once(self) -> float:
+        """The part of its state that a stage updates at once: a chunk's, where each is updated when it is complete."""
+        if not self.layout.plan.steps_chunk_by_chunk:
+            return 1.0
+        units = self.parameters.units
+        return max(sum(units[chunk.start : chunk.stop]) for chunk in self.chunks) / sum(units)
+
+    @cached_property
     def descents(self) -> tuple[Descent, ...]:
         """Through the stage's chunks, where these go one after another."""
         return _descents(self.parameters.units, self.parameters.tied, tuple(self.chunks))

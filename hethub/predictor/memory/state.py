@@ -10,6 +10,7 @@ from hethub.predictor.cost.software import Software, gradient_bytes
 from hethub.predictor.memory.parameters import Held, stepped
 from hethub.predictor.memory.shards import Shard
 from hethub.spec.layout.bind import Assignment, Layout
+from hethub.spec.layout.state import brought_elements
 
 
 class Moves(NamedTuple):
@@ -27,7 +28,7 @@ class Resident(NamedTuple):
     moves: Moves
     optimizer_bytes: float
     update_bytes: (
-        float  # what the update brings from the host: two buckets' worth; or a unit's weights on their way there
+        float  # what the update brings from the host: three parts of it; or a unit's weights on their way there
     )
     owned: float  # elements that the rank steps
     host_weights_bytes: float
@@ -55,7 +56,7 @@ def resident(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Resident:
         host_optimizer, state, brought = state, 0.0, float(optimizer_bytes(width))
     if offloaded and not master_bytes(width):
         brought += width
-    update = brought * owned / held.total * shard.bucket_elements if brought else 0.0
+    update = brought * min(3.0 * brought_elements(), owned * shard.stepped_at_once)
     if offloaded and level < 3:
         update = max(update, width * max(held.units) * (1 + shard.joined(assignment.replica)))
     # Other frameworks' buffers are in what was fitted on them.

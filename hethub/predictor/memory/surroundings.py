@@ -9,6 +9,7 @@ from hethub.predictor.cost.software import gradient_bytes
 from hethub.predictor.memory.activations import kept_of_layer
 from hethub.predictor.memory.shards import Shard
 from hethub.spec.layout.bind import Assignment
+from hethub.spec.layout.state import brought_elements
 from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
 
 CONTEXT_BYTES = int(1.2 * 2**30)
@@ -76,12 +77,11 @@ def checkpoint_bytes(shard: Shard, owned: float) -> float:
 def pinned(shard: Shard, assignment: Assignment, owned: float, host: dict[str, float]) -> dict[str, float]:
     """What the host's parts take where they are pinned: torch rounds every buffer up to a power of two. Parts are rounded
     as their largest buffers are; a checkpoint's copy lies in pieces that are powers of two."""
-    layout, parameters = shard.layout, shard.parameters
+    layout = shard.layout
     tokens = layout.largest_microbatch(assignment.stage, assignment.replica) * layout.plan.seq_len
-    bucket = min(shard.bucket_elements / 2, parameters.total)
     sizes = {
-        "weights": shard.width * parameters.units[-1],
-        "optimizer": gradient_bytes(shard.width) * bucket * owned / parameters.total,
+        "weights": shard.width * shard.parameters.units[-1],
+        "optimizer": gradient_bytes(shard.width) * min(brought_elements(), owned),
         "activations": shard.width * tokens * shard.widths.ffn,
     }
     return {part: size * _rounding(sizes.get(part, 0.0)) for part, size in host.items()}

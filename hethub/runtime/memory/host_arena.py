@@ -125,6 +125,11 @@ class Copy:
         self._is_ordered = True
         return self.values
 
+    def finish(self) -> None:
+        """Returns when the copy is done."""
+        self.event.synchronize()
+        self._is_ordered = True
+
     def __del__(self) -> None:
         if not self._is_ordered:
             self._stream.keep(self.values)

@@ -1,20 +1,21 @@
 """AdamW on the elements a rank owns, and its share of the gradient's norm."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hethub.runtime.memory.accounting import MemoryMeter
-from hethub.runtime.memory.host_arena import Fetch, HostArena
+from hethub.runtime.memory.host_arena import Copy, Fetch, HostArena
 from hethub.runtime.state.learning_rate import Schedule
 from hethub.runtime.state.reduction import LocalPiece, Reducer
 from hethub.runtime.state.storage import FlatStorage, Held
 from hethub.spec.job import TrainSpec
-from hethub.spec.layout.state import Bucket
+from hethub.spec.layout.state import Bucket, brought_elements
 from hethub.spec.layout.tensors import TensorInfo
 from hethub.spec.ranges import Range, from_sizes
 
@@ -77,8 +78,8 @@ class Optimizer:
     """AdamW over the runs a rank owns; half precisions keep fp32 masters.
 
     torch's fused AdamW does the arithmetic. Every element has one owner that counts it in the norm. With `offload:
-    optimizer` moments and masters lie in `arena` and come to the device bucket by bucket, the next while one is
-    stepped.
+    optimizer` moments and masters lie in `arena` and come to the device `brought_elements` at a time, the next while these
+    are stepped: then runs are no longer either, since a copy of an embedding's moments would go beside nothing.
     """
 
     def __init__(
@@ -104,10 +105,13 @@ class Optimizer:
     def _runs(self, piece: LocalPiece, saved: tuple[Range, ...]) -> Iterator[OwnedRun]:
         """The piece's owned runs, those joined that touch both as weights and as gradients."""
         joined: list[tuple[Tensor, Range, Range, list[Held]]] = []
-        for run in piece.piece.owned_runs(self.storage.assignment.rank):
+        most = sys.maxsize if self.arena is None else brought_elements()
+        owned = piece.piece.owned_runs(self.storage.assignment.rank)
+        for run in (part for whole in owned for part in _cut(whole, most)):
             flat, weight, grad = self._homes(piece.bucket, run)
             last = joined[-1] if joined else None
-            if last is not None and (last[1].stop, last[2].stop) == (weight.start, grad.start):
+            touches = last is not None and (last[1].stop, last[2].stop) == (weight.start, grad.start)
+            if last is not None and touches and last[1].size + weight.size <= most:
                 joined[-1] = (
                     flat,
                     Range(last[1].start, weight.stop),
@@ -181,22 +185,28 @@ class Optimizer:
         if self.arena is None:
             self._update(runs, [(run.master, run.exp_avg, run.exp_avg_sq) for run in runs], step, scale)
             return
-        batches = [list(batch) for _, batch in groupby(runs, key=lambda run: run.bucket.span)]
+        batches = list(_batches(runs, brought_elements()))
         coming = [self._bring(run) for run in batches[0]] if batches else []
+        leaving, left = list[Copy](), list[Copy]()
         for batch, following in zip_longest(batches, batches[1:], fillvalue=()):
-            # Else the host would run ahead of the copies, and an allocator hand out nothing that waits for one.
-            self.arena.synchronize()
+            # One batch is fetched, one stepped and one stored. Else the host would run ahead of the copies, and an allocator
+            # hand out nothing that waits for one.
+            for copy in left:
+                copy.finish()
+            left = leaving
             brought, coming = coming, [self._bring(run) for run in following]
-            self._step_brought(batch, brought, step, scale)
+            leaving = self._step_brought(batch, brought, step, scale)
             del brought  # before the next but one is fetched
 
     def _step_brought(
         self, batch: Sequence[OwnedRun], brought: list[list["Fetch | Tensor"]], step: int, scale: float
-    ) -> None:
+    ) -> list[Copy]:
+        """Steps a batch; its copies to the host."""
         state = [tuple(item.wait() if isinstance(item, Fetch) else item for item in each) for each in brought]
-        self._update(batch, state, step, scale)
+        copies = self._update(batch, state, step, scale)
         for run, each in zip(batch, state, strict=True):
-            self._take_back(run, each)
+            copies += self._take_back(run, each)
+        return copies
 
     def _bring(self, run: OwnedRun) -> list["Fetch | Tensor"]:
         """Master and moments of a run on the device, or on their way there."""
@@ -217,15 +227,17 @@ class Optimizer:
             items.append(fetch)
         return items
 
-    def _take_back(self, run: OwnedRun, state: Sequence[Tensor]) -> None:
-        """Stores what `_bring` fetched, and rounds the master into a weight that is offloaded."""
+    def _take_back(self, run: OwnedRun, state: Sequence[Tensor]) -> list[Copy]:
+        """Stores what `_bring` fetched."""
         assert self.arena is not None
-        for home, values in zip((run.master, run.exp_avg, run.exp_avg_sq), state, strict=True):
-            if home is not values:
-                self.arena.store(home, values)
+        homes = run.master, run.exp_avg, run.exp_avg_sq
+        return [self.arena.store(home, values) for home, values in zip(homes, state, strict=True) if home is not values]
 
-    def _update(self, runs: Sequence[OwnedRun], state: Sequence[Sequence[Tensor]], step: int, scale: float) -> None:
-        """One fused update of each run with its state on the device; weights that have masters follow them.
+    def _update(
+        self, runs: Sequence[OwnedRun], state: Sequence[Sequence[Tensor]], step: int, scale: float
+    ) -> list[Copy]:
+        """One fused update of each run with its state on the device; weights that have masters follow them, by the copies
+        returned where they are offloaded.
 
         The update scales gradients on its way, but by an fp32 number: too coarse for fp64.
         """
@@ -244,16 +256,15 @@ class Optimizer:
                 decays=decays,
                 grad_scale=inverse,
             )
+        copies: list[Copy] = []
         if self.keeps_masters:
             for run, (master, _, _) in zip(runs, state, strict=True):
-                self._write_weight(run, master)
-
-    def _write_weight(self, run: OwnedRun, master: Tensor) -> None:
-        if run.weight_is_offloaded:
-            assert self.arena is not None
-            self.arena.store(run.weight, master.to(run.weight.dtype))
-        else:
-            run.weight.copy_(master)
+                if run.weight_is_offloaded:
+                    assert self.arena is not None
+                    copies.append(self.arena.store(run.weight, master.to(run.weight.dtype)))
+                else:
+                    run.weight.copy_(master)
+        return copies
 
     def reload_masters(self, read: Callable[[TensorInfo, Range], Tensor] | None = None) -> None:
         """Takes as masters the weights as they are now, after initial values were written; or what `read` gives of a
@@ -287,3 +298,21 @@ class Optimizer:
     def device_bytes(self) -> int:
         """Bytes of them that are on the device all the time."""
         return 0 if self._state_arena is not None else self.state_bytes
+
+
+def _cut(run: Range, most: int) -> list[Range]:
+    """The run in parts of `most` elements, the last of what is left."""
+    return [Range(start, min(start + most, run.stop)) for start in range(run.start, run.stop, most)]
+
+
+def _batches(runs: Sequence[OwnedRun], most: int) -> Iterator[list[OwnedRun]]:
+    """Neighbouring runs of no more than `most` elements together."""
+    batch, held = list[OwnedRun](), 0
+    for run in runs:
+        if batch and held + run.local.size > most:
+            yield batch
+            batch, held = [], 0
+        batch.append(run)
+        held += run.local.size
+    if batch:
+        yield batch
