@@ -27,6 +27,16 @@ def test_devices_run_compiled_bodies(accelerator: str) -> None:
     assert layer_seconds(accelerator, HETHUB) < 0.95 * layer_seconds(accelerator, EAGER)
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "is_tuned"), [("H200-SXM-141GB", True), ("GB300", False), ("A100-SXM4-80GB", False)]
+)
+def test_attention_is_cudnns_where_torch_takes_it(accelerator: str, is_tuned: bool) -> None:
+    """On compute capabilities 9.0 and 10.0."""
+    assert layer_seconds(accelerator, HETHUB) == layer_seconds(accelerator, replace(HETHUB, tuned_attention=is_tuned))
+    other = layer_seconds(accelerator, replace(HETHUB, tuned_attention=not is_tuned))
+    assert (layer_seconds(accelerator, HETHUB) < other) == is_tuned
+
+
 def test_cpus_run_bodies_as_they_stand_unless_asked_to_compile() -> None:
     assert layer_seconds("CPU-core", HETHUB) == layer_seconds("CPU-core", EAGER)
     assert layer_seconds("CPU-core", hethub_software(True)) == layer_seconds("CPU-core", FUSED)

@@ -121,3 +121,33 @@ def test_what_a_first_step_would_compile_is_compiled_before(case: Case) -> None:
     for warmed, later in run_ranks(4, compile_once, case, islands=[[0, 1, 2, 3]]):
         assert warmed > 0
         assert later == 0
+
+
+def test_a_device_is_given_passes_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of them is what counts: by then the host is ahead, as it is in a step of many layers."""
+    import torch
+
+    from hethub.kernels.device import Device
+    from hethub.runtime.measure import profiler
+
+    class Gpu(Device):
+        is_gpu = True  # type: ignore[assignment]
+        torch_device = torch.device("cpu")  # type: ignore[assignment]
+
+        def synchronize(self) -> None:
+            waited.append(len(passes))
+
+    waited, passes = list[int](), list[float]()
+    seconds = iter([9.0, *[5.0, 4.0, 3.0, 3.0, 2.0, 2.0, 2.0, 1.0] * 3])
+    now = [0.0]
+    monkeypatch.setattr("hethub.kernels.device.monotonic", lambda: now[0])
+
+    def run() -> torch.Tensor:
+        passes.append(next(seconds))
+        now[0] += passes[-1]
+        return torch.ones(1, requires_grad=True)
+
+    bench = profiler._Bench(None, Gpu(vendor="nvidia"), 0.0)  # type: ignore[arg-type]
+    assert bench._repeated(run, torch.ones(1))[0] == 1.0
+    assert waited == [1, 9, 17]
+    assert len(passes) == 1 + 3 * profiler.IN_A_ROW
