@@ -1,6 +1,6 @@
 """Collectives and messages of the started ranks: right, number for number; and how fast beside what could be."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from hethub.runtime.acceptance.collectives import (
 from hethub.runtime.acceptance.patterns import numbers
 from hethub.runtime.parity.row import Row
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.ranges import show_ranks
 
 NUMEL = 3 * 7 * 1024
 LEAST_SHARE = 0.85  # of the bridge's own bound, between devices
@@ -85,16 +86,17 @@ def _bandwidth(world: World, cluster: ClusterSpec) -> Iterator[Row]:
     devices = world.all_gather_objects(world.device.is_gpu)
     on_devices, held = any(devices), all(devices)  # CPUs add with the core that moves what others send them
     sizes = DEVICE_SIZES if on_devices else CPU_SIZES
+    islands = iter([island for island in world.islands if len(island) > 1])  # as they are timed
     for row in bench.run(world, sizes):
         if row["bytes"] != sizes[-1] or row["path"] == "flat":
             continue
         rate, bound = row["bytes_per_second"] / 1e9, row["bound_seconds"]
         figures = {"gbytes_per_second": rate}
         what = f"{row['operation']} of {row['bytes'] >> 20} MiB"
-        where = {"world": "all ranks", "island": f"{row['ranks']} ranks inside an island"}[row["path"]]
         if bound is None:
-            limit = _link_gbytes(cluster) if row["path"] == "island" and on_devices else None
-            yield _against_link(what, where, rate, limit, row, figures)
+            island = next(islands) if row["path"] == "island" else None
+            where = "all ranks" if island is None else f"island of ranks {show_ranks(island)}"
+            yield _against_link(what, where, rate, _link_gbytes(cluster, island or ()), row, figures)
             continue
         share = bound / row["seconds"]
         figures["share_of_bound"] = share
@@ -107,9 +109,10 @@ def _bandwidth(world: World, cluster: ClusterSpec) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _link_gbytes(cluster: ClusterSpec) -> float:
-    """The slowest device's link to its neighbours, one direction, as its data sheet says."""
-    return min(p.accelerator.link_gbytes_per_second for p in cluster.places if p.accelerator.vendor != "cpu")
+def _link_gbytes(cluster: ClusterSpec, island: Sequence[int]) -> float | None:
+    """The link of the island's devices to their neighbours, one direction, as its data sheet says; None of CPUs."""
+    devices = [cluster.places[rank].accelerator for rank in island]
+    return min((d.link_gbytes_per_second for d in devices if d.vendor != "cpu"), default=None)
 
 
 def _against_link(

@@ -30,6 +30,15 @@ from hethub.spec.cluster import ClusterSpec
 from tests.support.command import hethub
 from tests.support.ranks import run_ranks
 
+DEVICES_AND_CPUS = ClusterSpec.model_validate(
+    {
+        "name": "mixed",
+        "nodes": [
+            {"name": "h100", "accelerator": "H100-SXM5-80GB", "accelerators": 2, "gbps_per_nic": 100},
+            {"name": "cpu", "accelerator": "CPU-core", "accelerators": 2, "gbps_per_nic": 100},
+        ],
+    }
+)
 needs_a_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 
 
@@ -175,7 +184,7 @@ def bridged_row(world: Any, gpus: list[bool]) -> dict[str, Any]:
         "bound_seconds": 1.0,
     }  # fmt: skip
     exchange.bench.run = lambda *given: [reached]
-    told = SimpleNamespace(device=world.device, all_gather_objects=lambda value: gpus)
+    told = SimpleNamespace(device=world.device, islands=((0,), (1,)), all_gather_objects=lambda value: gpus)
     [row] = exchange._bandwidth(told, None)  # type: ignore[arg-type]
     return row.to_dict()
 
@@ -184,6 +193,34 @@ def bridged_row(world: Any, gpus: list[bool]) -> dict[str, Any]:
 def test_a_bridge_is_held_to_its_bound_between_devices_alone(gpus: list[bool], state: str) -> None:
     """CPUs of the acceptance test have one core each, to move and to add."""
     assert run_ranks(1, bridged_row, gpus)[0]["state"] == state
+
+
+def island_rows(world: Any) -> list[dict[str, Any]]:
+    """Those of two devices and of two CPUs beside them."""
+    from hethub.runtime.acceptance import exchange
+
+    row = {
+        "operation": "all_reduce",
+        "path": "island",
+        "ranks": 2,
+        "bytes": 64 << 20,
+        "seconds": 1.0,
+        "bound_seconds": None,
+    }
+    exchange.bench.run = lambda *given: [{**row, "bytes_per_second": 90e9}, {**row, "bytes_per_second": 2e9}]
+    told = SimpleNamespace(
+        device=world.device, islands=((0, 1), (2, 3)), all_gather_objects=lambda value: [True, True, False, False]
+    )
+    return [found.to_dict() for found in exchange._bandwidth(told, DEVICES_AND_CPUS)]  # type: ignore[arg-type]
+
+
+def test_an_island_is_held_against_its_own_link() -> None:
+    """CPUs beside devices were told how little of the devices' link they reach."""
+    devices, cpus = run_ranks(1, island_rows)[0]
+    assert devices["where"] == "island of ranks 0, 1"
+    assert devices["figures"]["share_of_link"] == pytest.approx(0.2)
+    assert cpus["where"] == "island of ranks 2, 3"
+    assert "share_of_link" not in cpus["figures"]
 
 
 class Card:
