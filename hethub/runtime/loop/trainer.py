@@ -7,6 +7,8 @@ from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 
+from torch import Tensor
+
 from hethub.communicator import World
 from hethub.predictor.pipeline.timeline import Span
 from hethub.runtime.checkpoint import CheckpointManager, CheckpointRecord, LoopState
@@ -83,12 +85,12 @@ class TrainingRank:
         """This rank's peak: the allocator's on a device, our own count of tensors on a CPU."""
         return 0
 
-    def _compute(self, step: int) -> float:
-        """Runs the step's microbatches; the scaled loss, where this rank speaks for it."""
+    def _compute(self, step: int) -> Tensor | float:
+        """Runs the step's microbatches; the scaled loss, 0-d, where this rank speaks for it."""
         return 0.0
 
-    def _square_sum(self) -> float:
-        """Of the gradients that this rank counts in the norm."""
+    def _square_sum(self) -> Tensor | float:
+        """Of the gradients that this rank counts in the norm, 0-d."""
         return 0.0
 
     def _conclude(self, scale: float) -> None:
@@ -121,12 +123,13 @@ class TrainingRank:
         self.pace.start_step()
         loss = self._compute(step)
         with self._timed():
+            square_sum = self._square_sum()  # begun before the loss is waited for
             outcome = gather_outcome(
                 self.world,
-                loss=loss,
+                loss=float(loss),
                 stop_requested=stop_requested(),
                 save_failed=self._checkpoints is not None and self._checkpoints.has_failed,
-                square_sum=self._square_sum(),
+                square_sum=float(square_sum),
                 memory_bytes=self.memory_bytes,
                 busy_seconds=self.pace.take_busy_seconds(),
                 loss_scale=self.loss_scale.value,
@@ -276,7 +279,7 @@ class Trainer(TrainingRank):
         weights = load_hugging_face(self.storage, self.layout.model, folder)
         self.optimizer.reload_masters(weights.read)  # a half precision has rounded what the weights hold of them
 
-    def _compute(self, step: int) -> float:
+    def _compute(self, step: int) -> Tensor | float:
         self.stepping.begin(step)
         valid_tokens = self.dataset.valid_tokens(step - 1, self.layout.plan.global_batch)
         # A device's allocator knows its peak.
@@ -286,7 +289,7 @@ class Trainer(TrainingRank):
             )
         return loss if self._speaks_for_loss else 0.0
 
-    def _square_sum(self) -> float:
+    def _square_sum(self) -> Tensor:
         return self.stepping.square_sum()
 
     def _conclude(self, scale: float) -> None:

@@ -19,7 +19,7 @@ from hethub.runtime.model.layers import Documents, TokenLayout, rms_norm
 from hethub.runtime.model.loss import head_loss
 from hethub.runtime.model.stage import Stage
 from hethub.runtime.model.tensor_parallel import TensorGroup, embed
-from hethub.runtime.state.optimizer import fused_adamw
+from hethub.runtime.state.optimizer import fused_adamw, sum_of_squares
 from hethub.runtime.state.storage import DTYPES, FlatStorage
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec
@@ -106,9 +106,7 @@ def warm_up(layout: Layout, rank: int, device: Device, *, document_mask: bool = 
 def _load_update(device: Device, precision: Precision) -> None:
     """Loads the kernels of a norm and of an update."""
     update = _Update(device, precision, numel=2**12)
-    total = torch.zeros((), dtype=torch.float64, device=device.torch_device)
-    total += torch.linalg.vector_norm(update.grad).double().square()
-    torch.stack([total, total]).sum()
+    torch.stack([sum_of_squares([update.grad, update.grad])] * 2).sum()
     update.grad.mul_(0.5)  # clipped
     update()
 
@@ -242,7 +240,7 @@ class _Update:
         self.updates, self.train = torch.zeros((), device=device.torch_device), TrainSpec()
 
     def __call__(self) -> None:
-        torch.linalg.vector_norm(self.grad)
+        sum_of_squares([self.grad])
         fused_adamw([self.state], [self.grad], [self.updates], self.train, lr=self.train.lr, decays=True)
         self.weights.copy_(self.state[0])
 

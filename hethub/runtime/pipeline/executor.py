@@ -76,8 +76,8 @@ class Executor:
             found += [Visit(acts[0].kind, layer, len(acts), not chunk_by_chunk or layer == last) for layer in layers]
         return found
 
-    def run_step(self, load: Callable[[MicrobatchRange], MicrobatchInput], loss_scale: float) -> float:
-        """Runs every microbatch of this rank and returns the loss it computed (0.0 where the head is elsewhere).
+    def run_step(self, load: Callable[[MicrobatchRange], MicrobatchInput], loss_scale: float) -> Tensor:
+        """Runs every microbatch of this rank and returns the loss it computed, 0-d (0.0 where the head is elsewhere).
 
         `load` gives a microbatch's data; the loss is summed over tokens and multiplied by `loss_scale`.
         """
@@ -92,7 +92,7 @@ class Executor:
         with self.timed(Kind.REDUCE):
             self.zero_manager.finish()
             self._transport.finish()
-        return float(torch.stack(step.losses).sum()) if step.losses else 0.0
+        return torch.stack(step.losses).sum() if step.losses else torch.zeros(())
 
     def timed(self, kind: Kind) -> AbstractContextManager[None]:
         """The span of what ends a step of the whole stage; one that steps chunk by chunk has those behind each

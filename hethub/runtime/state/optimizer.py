@@ -51,6 +51,12 @@ def fused_adamw(
     )
 
 
+def sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    """Of all their elements, 0-d in fp64; in a few launches, however many they are: a device waits for them at each step's
+    end."""
+    return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnedRun:
     """Elements that this rank steps, and what the optimizer keeps for them: flat tensors with an element for each.
@@ -169,11 +175,8 @@ class Optimizer:
 
     def square_sum(self, runs: Iterable[OwnedRun] | None = None) -> Tensor:
         """The sum of squares of the gradients this rank counts, 0-d in fp64 (inf or nan where one of them is)."""
-        total = torch.zeros((), dtype=torch.float64, device=self.storage.device)
-        for run in self.runs if runs is None else runs:
-            if run.counts:
-                total += torch.linalg.vector_norm(self.gradient(run)).double().square()
-        return total
+        counted = [self.gradient(run) for run in (self.runs if runs is None else runs) if run.counts]
+        return sum_of_squares(counted) if counted else torch.zeros((), dtype=torch.float64, device=self.storage.device)
 
     def step(self, step: int, scale: float) -> None:
         """One AdamW update of everything with gradients multiplied by `scale` (clipping, loss scale)."""

@@ -41,12 +41,12 @@ class Stepping:
         self._step = step
         self._squares = []
 
-    def square_sum(self) -> float:
-        """The sum of squares of all gradients that this rank counts."""
+    def square_sum(self) -> Tensor:
+        """The sum of squares of all gradients that this rank counts, 0-d in fp64."""
         if not self._per_chunk:
-            return float(self._optimizer.square_sum())
+            return self._optimizer.square_sum()
         rest = self._optimizer.square_sum(self._runs(None))
-        return float(torch.stack([*self._squares, rest]).sum())
+        return torch.stack([*self._squares, rest]).sum()
 
     def chunk_reduced(self, chunk: int) -> None:
         """Takes up the norm of a chunk whose gradients are complete: they may be gone when the others are."""

@@ -78,6 +78,37 @@ def test_no_action_waits_for_the_device(case: Case) -> None:
         assert not found
 
 
+class Names(TorchDispatchMode):
+    """The operations, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = list[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append(function._schema.name.removeprefix("aten::"))
+        return function(*args, **(kwargs or {}))
+
+
+def operations_of_a_step(world: Any, case: Case) -> tuple[list[str], int]:
+    """Those of the second step, and how many runs of parameters have a norm."""
+    trainer = build_trainer(world, case)
+    trainer.run_step(1)
+    with Names() as names:
+        trainer.run_step(2)
+    return names.found, sum(run.counts for run in trainer.optimizer.runs)
+
+
+def test_the_norm_is_begun_before_the_loss_is_waited_for() -> None:
+    """In as many launches for many runs as for one: a device computes nothing until the host has both."""
+    case = Case(name="alone", stages=[stage((0, 4), replica([0], 8, 8))], bucket_elements=1)
+    [(names, runs)] = run_ranks(1, operations_of_a_step, case)
+    assert runs > 20
+    norm, waits = names.index("_foreach_norm"), [i for i, name in enumerate(names) if name == "_local_scalar_dense"]
+    assert norm < waits[0] < norm + 6
+    assert "linalg_vector_norm" not in names
+
+
 def test_a_device_is_sent_pinned_memory_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     case, pinned, sent = CASES[0], [], []
     copy = Tensor.to
