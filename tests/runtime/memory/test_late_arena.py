@@ -134,8 +134,9 @@ def test_weights_pass_the_device_unit_by_unit() -> None:
         assert grown < 2.5 * largest
 
 
-def step_offloaded(rank: int, store: Any, case: Case) -> tuple[int, int, int]:
-    """Bytes that an update takes at its peak, those of its largest batch of moments, and of all."""
+def step_offloaded(rank: int, store: Any, case: Case) -> tuple[int, int, int, bool]:
+    """Bytes that an update takes at its peak, those of its largest batch of moments, and of all; and whether the host has
+    numbers then."""
     device, world, trainer = late_trainer(rank, store, case)
     optimizer = trainer.stepping._optimizer
     arena, taken = optimizer.arena, engine.engine()
@@ -145,7 +146,11 @@ def step_offloaded(rank: int, store: Any, case: Case) -> tuple[int, int, int]:
         delay(arena._up)
         return fetch(*given)
 
-    arena.fetch = fetch_late
+    def store_late(*given: Any) -> Any:
+        delay(arena._down)
+        return stored(*given)
+
+    stored, arena.fetch, arena.store = arena.store, fetch_late, store_late
     device.synchronize()
     before = taken.peak_bytes = taken.used_bytes
     optimizer.step(1, 1.0)
@@ -156,14 +161,16 @@ def step_offloaded(rank: int, store: Any, case: Case) -> tuple[int, int, int]:
         for batch in _batches(optimizer.runs, brought_elements())
     ]
     grown = taken.peak_bytes - before
+    kept = [tensor for run in optimizer.runs for tensor in (run.master, run.exp_avg, run.exp_avg_sq)]
     world.close()
-    return grown, max(batches), sum(batches)
+    return grown, max(batches), sum(batches), all(bool(tensor.isfinite().all()) for tensor in kept)
 
 
 def test_an_offloaded_update_holds_three_batches() -> None:
     """However late the copies are: one is fetched, one stepped, one stored."""
     [case] = [replace(case, bucket_elements=1 << 9) for case in CASES if case.name == "offload optimizer"]
-    [(grown, largest, whole)] = values(start_ranks(1, step_offloaded, case))
+    [(grown, largest, whole, is_kept)] = values(start_ranks(1, step_offloaded, case))
+    assert is_kept  # memory that is had again too soon is poisoned
     assert whole > 7 * largest
     assert largest <= grown < 3.5 * largest
 
