@@ -95,14 +95,16 @@ def _gradient_bytes(
     return float(fit.gradient_bytes) if given is None else given
 
 
-def executed_on(accelerator: AcceleratorSpec, software: Software) -> Software:
+def executed_on(accelerator: AcceleratorSpec, software: Software, *, whole_in_half: bool) -> Software:
     """The software with what it leaves to the accelerator settled: small operations are compiled on devices alone, and
-    attention is cuDNN's on the generations for which torch prefers it (sdp_utils.cpp, `check_prefer_cudnn_attention`)."""
+    attention that is `whole_in_half`, of whole sequences in half precision, is cuDNN's on the generations for which torch
+    prefers it (sdp_utils.cpp, `check_prefer_cudnn_attention`)."""
     fused, tuned = software.fused_elementwise, software.tuned_attention
+    prefers = whole_in_half and accelerator.compute_capability in CUDNN_ATTENTION
     return replace(
         software,
         fused_elementwise=not is_cpu(accelerator) if fused is None else fused,
-        tuned_attention=accelerator.compute_capability in CUDNN_ATTENTION if tuned is None else tuned,
+        tuned_attention=prefers if tuned is None else tuned,
     )
 
 
@@ -155,8 +157,9 @@ class LayerCost:
         constants: Constants | None = None,
     ) -> None:
         self.model, self.accelerator, self.seq_len = model, accelerator, seq_len
-        self.software = executed_on(accelerator, software)
         self.precision = software.math_precision(precision)
+        whole = (model.sliding_window or seq_len) >= seq_len
+        self.software = executed_on(accelerator, software, whole_in_half=whole and element_bytes(self.precision) == 2)
         self.device = Device(accelerator, self.precision, self.software, constants or packaged())
         self._layers: dict[tuple[float, float, int, Recompute], PassSeconds] = {}
 

@@ -37,6 +37,15 @@ def test_attention_is_cudnns_where_torch_takes_it(accelerator: str, is_tuned: bo
     assert (layer_seconds(accelerator, HETHUB) < other) == is_tuned
 
 
+def test_windows_and_whole_precisions_have_no_attention_of_cudnns() -> None:
+    """torch's takes half precisions alone, and hethub's windows take FlashAttention 2."""
+    h200, plain = find_accelerator("H200-SXM-141GB"), replace(HETHUB, tuned_attention=False)
+    windowed = LLAMA_8B.replace(sliding_window=1024)
+    for model, precision in ((windowed, "bf16"), (LLAMA_8B, "fp32")):
+        asked, untuned = (LayerCost(model, h200, 4096, precision, own).layer(1) for own in (HETHUB, plain))  # type: ignore[arg-type]
+        assert asked == untuned
+
+
 def test_cpus_run_bodies_as_they_stand_unless_asked_to_compile() -> None:
     assert layer_seconds("CPU-core", HETHUB) == layer_seconds("CPU-core", EAGER)
     assert layer_seconds("CPU-core", hethub_software(True)) == layer_seconds("CPU-core", FUSED)
