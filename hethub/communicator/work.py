@@ -60,7 +60,12 @@ class Operation:
 
 
 class WaitedWork(torch_private.WorkBase):
-    """A Work whose every way of waiting is its `wait`."""
+    """A Work whose every way of waiting is its `wait`.
+
+    torch's own `block_current_stream`, a kernel that spins on the stream until the future ends, would let the thread go on,
+    but on an H200 a kernel that is launched for the first time beside one that spins, as an operation's own may be, waits
+    for its end, with CUDA_MODULE_LOADING=EAGER too.
+    """
 
     def synchronize(self) -> None:
         self.wait()
@@ -69,7 +74,7 @@ class WaitedWork(torch_private.WorkBase):
         self.wait()
 
 
-class HethubWork(torch_private.WorkBase):
+class HethubWork(WaitedWork):
     """The result of an operation that another thread completes."""
 
     def __init__(
@@ -118,16 +123,6 @@ class HethubWork(torch_private.WorkBase):
         if self._error is not None:
             raise self._error
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """As `wait`. torch's own way, a kernel that spins on the stream until the future ends, would let the thread go on,
-        but on an H200 a kernel that is launched for the first time beside one that spins, as this operation's may be, waits
-        for its end, with CUDA_MODULE_LOADING=EAGER too.
-        """
-        self.wait()
 
     def is_completed(self) -> bool:
         return self._done.is_set()

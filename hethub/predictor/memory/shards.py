@@ -71,24 +71,27 @@ class Shard:
 
         A bucket is cut where it is full.
         """
-        model, units = self.layout.model, self.parameters.units
+        model = self.layout.model
         table = model.vocab * model.hidden if self.stage in (0, self.layout.num_stages - 1) else 0
         full = BUCKET_ELEMENTS + max(model.hidden * model.ffn, table)
-        chunks = [units[chunk.start : chunk.stop] for chunk in self.chunks]
-        chunks[0] = (self.parameters.tied, *chunks[0])
-        if not self.layout.plan.steps_chunk_by_chunk:
-            chunks = [tuple(unit for chunk in chunks for unit in chunk)]
+        first, *others = self._updated_at_once
+        chunks = [(self.parameters.tied, *first), *others]
         if self._moves:
             return max(a + b for chunk in chunks for a, b in pairwise([min(unit, full) for unit in (0.0, *chunk)]))
         return min(2 * full, max(map(sum, chunks)))
 
     @cached_property
     def stepped_at_once(self) -> float:
-        """The part of its state that a stage updates at once: a chunk's, where each is updated when it is complete."""
-        if not self.layout.plan.steps_chunk_by_chunk:
-            return 1.0
+        """The largest part of its state that a stage updates at once."""
+        return max(map(sum, self._updated_at_once)) / sum(self.parameters.units)
+
+    @cached_property
+    def _updated_at_once(self) -> list[tuple[float, ...]]:
+        """The units by chunk, where each chunk is updated when it is complete; else all of them."""
         units = self.parameters.units
-        return max(sum(units[chunk.start : chunk.stop]) for chunk in self.chunks) / sum(units)
+        if not self.layout.plan.steps_chunk_by_chunk:
+            return [units]
+        return [units[chunk.start : chunk.stop] for chunk in self.chunks]
 
     @cached_property
     def descents(self) -> tuple[Descent, ...]:

@@ -196,9 +196,11 @@ class _Bench:
             result.backward(grad)
             return start, middle, clock.stamp()
 
+        in_a_row = IN_A_ROW if self.device.is_gpu and self.seconds else 1  # what only warms up needs no figure
+
         def once() -> tuple[float, float]:
             self.device.synchronize()
-            start, middle, end = [stamps() for _ in range(IN_A_ROW if self.device.is_gpu else 1)][-1]
+            start, middle, end = [stamps() for _ in range(in_a_row)][-1]
             return clock.between(start, middle), clock.between(middle, end)
 
         run().backward(grad)  # the first pass allocates

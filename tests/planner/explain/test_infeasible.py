@@ -36,7 +36,7 @@ def test_more_of_nodes_with_host_names_are_a_remedy_too() -> None:
 
 
 def test_host_memory_that_is_too_small_is_told_without_the_accelerators_reserve() -> None:
-    model = TINY.replace(name="wide", layers=20, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)
+    model = TINY.replace(name="wide", layers=16, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)
     node = {"name": "a", "accelerator": "MI300X", "accelerators": 8, "host_memory_gb": 1, "gbps_per_nic": 100}
     cluster = ClusterSpec.model_validate({"name": "few hosts", "nodes": [node]})
     with pytest.raises(

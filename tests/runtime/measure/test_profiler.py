@@ -147,7 +147,11 @@ def test_a_device_is_given_passes_in_a_row(monkeypatch: pytest.MonkeyPatch) -> N
         now[0] += passes[-1]
         return torch.ones(1, requires_grad=True)
 
-    bench = profiler._Bench(None, Gpu(vendor="nvidia"), 0.0)  # type: ignore[arg-type]
+    bench = profiler._Bench(None, Gpu(vendor="nvidia"), 1e-9)  # type: ignore[arg-type]
     assert bench._repeated(run, torch.ones(1))[0] == 1.0
     assert waited == [1, 9, 17]
     assert len(passes) == 1 + 3 * profiler.IN_A_ROW
+    passes.clear()
+    seconds = iter([1.0] * 100)
+    profiler._Bench(None, Gpu(vendor="nvidia"), 0.0)._repeated(run, torch.ones(1))  # type: ignore[arg-type]
+    assert len(passes) == 4  # a start that only warms up waits for no more
