@@ -9,46 +9,44 @@ script works and says nothing of one.
 """
 
 import argparse
+import sys
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # behind site-packages: only `benchmarks` is meant
+
+from benchmarks.train_gpu import LAYERS_OF_8B
 from hethub.communicator import World
 from hethub.predictor import predict
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.memory.ranks import rank_memory
-from hethub.runtime.acceptance.training import LLAMA_1B, SMALL, make_trainer, timed_steps
+from hethub.runtime.acceptance.training import (
+    LLAMA_1B,
+    SETTLING_STEPS,
+    SMALL,
+    Subject,
+    lay_out,
+    make_trainer,
+    timed_steps,
+)
 from hethub.runtime.launch.session import session
 from hethub.runtime.measure.profiler import profile_world
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.layout.bind import Layout, bind
-from hethub.spec.model import ModelSpec
-from hethub.spec.plan import PlanSpec
+from hethub.spec.layout.bind import Layout
 
-LAYERS_OF_8B = ModelSpec(
-    name="llama-8b-layers", layers=4, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, max_seq_len=4096,
-    rope_theta=500000.0,
-)  # fmt: skip
 LONG = LLAMA_1B.replace(name="llama-1b-long", max_seq_len=16384)
 
 
 class Plan(NamedTuple):
-    """All layers on the device."""
+    """All layers on the device: what is trained, and how."""
 
     name: str
-    model: ModelSpec
-    seq_len: int
+    subject: Subject
     micro_batch: int
-    samples: int
     options: dict[str, Any]
-
-    def layout(self, cluster: ClusterSpec, precision: str) -> Layout:
-        replica = {"ranks": [0], "micro_batch": self.micro_batch, "samples": self.samples}
-        plan = {
-            "model": self.model.name, "cluster": cluster.name, "global_batch": self.samples, "seq_len": self.seq_len,
-            "precision": precision,
-            "stages": [{"layers": [[0, self.model.layers]], "replicas": [replica], **self.options}],
-        }  # fmt: skip
-        return bind(PlanSpec.model_validate(plan), self.model, cluster)
 
 
 def _name(options: dict[str, Any]) -> str:
@@ -57,21 +55,24 @@ def _name(options: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in values.items()) or "as it is"
 
 
-def plans(*, on_gpu: bool) -> list[Plan]:
+def plans(steps: int, *, on_gpu: bool) -> list[Plan]:
     """Those of every model together, so that each model is profiled once."""
     offloads = [["parameters"], ["optimizer"], ["activations"], ["parameters", "optimizer"]]
     options = [{}, {"recompute": "selective"}, {"recompute": "full"}, *({"offload": each} for each in offloads)]
     of_all = [(_name(each), each) for each in options]
     if not on_gpu:
-        return [Plan(name, SMALL, 32, 1, 2, each) for name, each in of_all]
+        small = Subject(model=SMALL, precision="fp32", seq_len=32, samples=2, steps=steps)
+        return [Plan(name, small, 1, each) for name, each in of_all]
+    one = Subject(model=LLAMA_1B, precision="bf16", seq_len=4096, samples=4, steps=steps)
+    eight = replace(one, model=LAYERS_OF_8B)
     return [
-        *(Plan(name, LLAMA_1B, 4096, 1, 4, each) for name, each in of_all),
-        Plan("microbatches of 4", LLAMA_1B, 4096, 4, 8, {}),
-        Plan("microbatches of 8 x 1,024", LLAMA_1B, 1024, 8, 16, {}),
-        Plan("16,384 tokens", LONG, 16384, 1, 2, {}),
-        Plan("as it is", LAYERS_OF_8B, 4096, 1, 4, {}),
-        Plan("recompute full, microbatches of 2", LAYERS_OF_8B, 4096, 2, 4, {"recompute": "full"}),
-        Plan("offload optimizer", LAYERS_OF_8B, 4096, 1, 4, {"offload": ["optimizer"]}),
+        *(Plan(name, one, 1, each) for name, each in of_all),
+        Plan("microbatches of 4", replace(one, samples=8), 4, {}),
+        Plan("microbatches of 8 x 1,024", replace(one, seq_len=1024, samples=16), 8, {}),
+        Plan("16,384 tokens", replace(one, model=LONG, seq_len=16384, samples=2), 1, {}),
+        Plan("as it is", eight, 1, {}),
+        Plan("recompute full, microbatches of 2", eight, 2, {"recompute": "full"}),
+        Plan("offload optimizer", eight, 1, {"offload": ["optimizer"]}),
     ]
 
 
@@ -79,16 +80,16 @@ def measured(layout: Layout, world: World, steps: int) -> tuple[float, int]:
     """Seconds of a step, and the bytes reserved for it."""
     world.device.release_memory()
     trainer = make_trainer(layout, world)
-    seconds = timed_steps(trainer.run_step, world.device, steps + 2)
-    return seconds, trainer.memory_bytes
+    return timed_steps(trainer.run_step, world.device, steps), trainer.memory_bytes
 
 
-def profiled(world: World, cluster: ClusterSpec, model: ModelSpec, of_model: list[Plan], precision: Any) -> ProfileSpec:
-    """The model's profile at every size that its plans have."""
+def profiled(world: World, cluster: ClusterSpec, of_model: list[Plan]) -> ProfileSpec:
+    """The profile of a model at every size that its plans have."""
     world.device.release_memory()
+    subjects = [plan.subject for plan in of_model]
     return profile_world(
-        world, model, cluster.places[0].accelerator, precision, [0],
-        seq_lens=sorted({plan.seq_len for plan in of_model}), micro_batches=sorted({plan.micro_batch for plan in of_model}),
+        world, subjects[0].model, cluster.places[0].accelerator, subjects[0].precision, [0],
+        seq_lens=sorted({own.seq_len for own in subjects}), micro_batches=sorted({plan.micro_batch for plan in of_model}),
     )  # fmt: skip
 
 
@@ -97,24 +98,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     steps = parser.parse_args().steps
     with session(None) as (world, cluster):
-        on_gpu = world.device.is_gpu
-        precision, chosen = "bf16" if on_gpu else "fp32", plans(on_gpu=on_gpu)
-        if not on_gpu:
+        chosen = plans(steps + SETTLING_STEPS, on_gpu=world.device.is_gpu)
+        if not world.device.is_gpu:
             print("No GPU here: these figures are of a small model on a CPU.")
         print(
             "| model | plan | catalogue s | profile s | measured s | off by, % | | predicted GiB | reserved / predicted |"
         )
         print("|---|---|---|---|---|---|---|---|---|")
         off: list[tuple[float, float]] = []
-        for model in dict.fromkeys(plan.model for plan in chosen):
-            of_model = [plan for plan in chosen if plan.model == model]
-            profile = profiled(world, cluster, model, of_model, precision)
+        for model, each in groupby(chosen, lambda plan: plan.subject.model):
+            profile = profiled(world, cluster, of_model := list(each))
             for plan in of_model:
-                layout = plan.layout(cluster, precision)
+                layout = lay_out(plan.subject, cluster, micro_batch=plan.micro_batch, **plan.options)
                 foretold = [predict(layout, profile=each).step_seconds for each in (None, profile)]
                 memory = rank_memory(layout)[0]
                 num_bytes = memory.bytes - memory.parts["framework"]
-                seconds, held = measured(layout, world, steps)
+                seconds, held = measured(layout, world, plan.subject.steps)
                 off.append((foretold[0] / seconds - 1, foretold[1] / seconds - 1))
                 print(
                     f"| {model.name} | {plan.name} | {foretold[0]:.4f} | {foretold[1]:.4f} | {seconds:.4f} |"

@@ -48,7 +48,7 @@ STATE_BYTES, STATE_SHARE = 18, 0.5  # of a parameter, and of the device's memory
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is trained: each replica takes `samples` a step, one at a time."""
+    """What is trained: each replica takes `samples` a step."""
 
     model: ModelSpec
     precision: Precision
@@ -69,10 +69,12 @@ def subject_for(device: Device) -> Subject:
     return Subject(model=LLAMA_1B.replace(layers=layers), precision=precision, seq_len=4096, samples=4, steps=20)
 
 
-def lay_out(subject: Subject, cluster: ClusterSpec, *, zero: int = 0, offload: tuple[str, ...] = ()) -> Layout:
-    """Data parallel over all ranks."""
-    replicas = [{"ranks": [rank], "micro_batch": 1, "samples": subject.samples} for rank in range(cluster.size)]
-    stage = {"layers": [[0, subject.model.layers]], "replicas": replicas, "zero": zero, "offload": list(offload)}
+def lay_out(subject: Subject, cluster: ClusterSpec, *, micro_batch: int = 1, **options: Any) -> Layout:
+    """Data parallel over all ranks; `options` are the stage's, as in a plan file."""
+    replicas = [
+        {"ranks": [rank], "micro_batch": micro_batch, "samples": subject.samples} for rank in range(cluster.size)
+    ]
+    stage = {"layers": [[0, subject.model.layers]], "replicas": replicas, **options}
     plan = {
         "model": subject.model.name, "cluster": cluster.name, "global_batch": subject.samples * cluster.size,
         "seq_len": subject.seq_len, "precision": subject.precision, "stages": [stage],
