@@ -53,8 +53,10 @@ def fused_adamw(
 
 def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """Of all their elements, 0-d in fp64; in a few launches, however many they are: a device waits for them at each step's
-    end. On CPUs the tensors' squares are added in their order, whatever the width of the machine's vectors."""
-    return torch.stack(torch._foreach_norm(tensors)).double().square().cumsum(0)[-1]
+    end. On CPUs the tensors' squares are added in their order, whatever the width of the machine's vectors; of a device torch
+    refuses running sums where algorithms are to be deterministic."""
+    squares = torch.stack(torch._foreach_norm(tensors)).double().square()
+    return squares.cumsum(0)[-1] if squares.device.type == "cpu" else squares.sum()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

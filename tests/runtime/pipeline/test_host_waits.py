@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hethub.runtime.loop import batch_loader
 from hethub.runtime.loop.batch_loader import BatchLoader
+from hethub.runtime.state.optimizer import sum_of_squares
 from hethub.spec.ranges import Range
 from hethub.spec.schedule.microbatches import MicrobatchRange
 from tests.support.layouts import Case, build_trainer, random_tokens, replica, stage
@@ -107,6 +108,14 @@ def test_the_norm_is_begun_before_the_loss_is_waited_for() -> None:
     norm, waits = names.index("_foreach_norm"), [i for i, name in enumerate(names) if name == "_local_scalar_dense"]
     assert norm < waits[0] < norm + 6
     assert "linalg_vector_norm" not in names
+
+
+def test_a_device_s_norm_takes_no_running_sum() -> None:
+    """torch.use_deterministic_algorithms refuses one in floats there."""
+    for where, sums in (("cpu", "cumsum"), ("meta", "sum")):
+        with Names() as names:
+            sum_of_squares([torch.ones(size, device=where) for size in (4, 9)])
+        assert {"sum", "cumsum"}.intersection(names.found) == {sums}
 
 
 def test_a_device_is_sent_pinned_memory_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
