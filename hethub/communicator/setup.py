@@ -72,12 +72,14 @@ def make_context(
     staged_ranks: Sequence[int] = (),
     stored_relays: RelayChoice | None = None,
 ) -> Context:
-    """The context of this rank; all ranks call it with the same arguments. Raises BadInput where they do not fit."""
+    """The context of this rank, whose device is the calling thread's current one from here on; all ranks call it with the
+    same arguments. Raises BadInput where they do not fit."""
     settings = as_told(
         islands=islands, relay=relay, wire=wire, timeout_seconds=timeout_seconds, debug=debug, num_lanes=num_lanes,
         staged_ranks=staged_ranks,
     )  # fmt: skip
     with faults_told(rendezvous.store, rendezvous.rank, rendezvous.size):
+        device.activate()  # torch's meshes, and FSDP2, take the current one where devices have been used already
         own = RankFacts.here(device, settings, rendezvous.store)
     facts = exchange_facts(rendezvous, own)
     check_facts(facts)

@@ -1,6 +1,7 @@
 """`init_process_group("hethub")` by itself, as any PyTorch program would call it."""
 
 import os
+import threading
 import time
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hethub.communicator import torch_private
 from hethub.communicator.groups import backend
 from hethub.communicator.groups.backend import context_of
+from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput, RunFailed
 from tests.support.hosts.namespaces import ADDRESSES, namespaces, why_no_namespaces
 from tests.support.ranks import start_ranks, values
@@ -58,6 +60,26 @@ def test_ddp_over_islands_equals_one_process(islands, staged):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     for parameters in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(parameters, results[0], strict=True))
+
+
+def make_current(rank, store):
+    """Whether a rank's device is made the caller's, who goes on to DeviceMesh or FSDP2."""
+    by = []
+
+    class Card(Device):
+        def activate(self):
+            by.append(threading.current_thread())
+
+    with mock.patch.object(backend, "choose_device", return_value=Card(vendor="cpu")):
+        dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    is_current = threading.current_thread() in by
+    dist.destroy_process_group()
+    return is_current
+
+
+def test_a_rank_s_device_is_current_in_its_program():
+    """torch's meshes set it only where nobody has used a device before, which making the group does: all were on device 0."""
+    assert values(start_ranks(2, make_current)) == [True, True]
 
 
 def bind_a_device(rank, store):
