@@ -7,6 +7,7 @@ import importlib.util
 import logging
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -34,6 +35,13 @@ def kernels_for(device: Device) -> TorchKernels:
     return TorchKernels()
 
 
+def hip_runtimes(maps: Path = Path("/proc/self/maps")) -> set[str]:
+    """The HIP runtimes that this process has loaded: torch's wheel brings one, and CuPy's takes the machine's. A stream is an
+    object of the runtime that has made it."""
+    paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
+    return {path for path in paths if Path(path).name.startswith("libamdhip64.so")}
+
+
 class CompiledKernels(TorchKernels):
     """Runs on the calling thread's current torch stream; host tensors take the torch path."""
 
@@ -42,6 +50,10 @@ class CompiledKernels(TorchKernels):
     def __init__(self, device: Device) -> None:
         import cupy
 
+        if len(runtimes := hip_runtimes()) > 1:
+            raise RuntimeError(
+                f"HIP runtimes beside each other do not know each other's streams: {', '.join(sorted(runtimes))}"
+            )
         self._cupy = cupy
         self._device = device
         with cupy.cuda.Device(device.index):

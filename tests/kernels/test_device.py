@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from hethub.kernels import compiled
 from hethub.kernels import device as device_layer
 from hethub.kernels.compiled import kernels_for
 from hethub.kernels.device import Device, choose_device, visible_devices
@@ -97,6 +98,24 @@ class Broken(ModuleType):
 
     def __getattr__(self, name):
         raise ImportError("libcudart.so.12: cannot open shared object file")
+
+
+def test_a_cupy_with_a_hip_runtime_of_its_own_is_not_taken(monkeypatch, caplog, tmp_path):
+    """It would be handed streams that it does not know, and order nothing on the default one."""
+    maps = tmp_path / "maps"
+    line = "7f00-7f10 r-xp 00000000 08:01 42{}"
+    own, machines = "/venv/torch/lib/libamdhip64.so", "/opt/rocm/lib/libamdhip64.so.7.2"
+    maps.write_text("\n".join(line.format(path and f"      {path}") for path in ("", own, own, "/usr/lib/libc.so.6")))
+    assert compiled.hip_runtimes(maps) == {own}
+    maps.write_text(f"{maps.read_text()}\n{line.format('      ' + machines)}\n")
+    both = compiled.hip_runtimes(maps)
+    assert both == {own, machines}
+    loads = ModuleType("cupy")
+    loads.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy", loads)
+    monkeypatch.setattr(compiled, "hip_runtimes", lambda: both)
+    assert type(kernels_for(Device(vendor="amd"))) is TorchKernels
+    assert machines in caplog.text
 
 
 def test_a_cupy_that_does_not_work_leaves_torchs_own_kernels_and_a_warning(monkeypatch, caplog):
