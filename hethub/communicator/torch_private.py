@@ -22,6 +22,10 @@ GroupBase: Any = dist.ProcessGroup
 WorkBase: Any = dist.Work
 ReduceKind: Any = CReduceOp.RedOpType
 
+# torch 2.13 renames them and warns at the old names.
+all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 _UNUSED_TAG = 2**31 - 1
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 

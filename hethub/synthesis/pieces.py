@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import all_gather_by_ranges, reduce_scatter_by_ranges
+from hethub.communicator.torch_private import all_gather_single
 from hethub.spec.errors import BadInput
 from hethub.spec.ranges import Range
 from hethub.synthesis.costs import Move
@@ -182,7 +183,7 @@ class Exchange:
             own = torch.zeros(largest, dtype=narrow.dtype, device=held.device)
             own[: mine.numel()] = mine
             rows = torch.empty(self.size * largest, dtype=narrow.dtype, device=held.device)
-            dist.all_gather_into_tensor(rows, own, group=self.group)
+            all_gather_single(rows, own, group=self.group)
             for rank, found in enumerate(ranges):
                 flat[found.start : found.stop] = rows[rank * largest : rank * largest + found.size]
         else:

@@ -74,7 +74,7 @@ def native_reduce_scatter(
     if equal:
         part = output[: output.numel() - own.size]
         works.append(
-            dist.reduce_scatter_tensor(part, flat[: equal * len(ranges)], group=group, async_op=True),
+            torch_private.reduce_scatter_single(part, flat[: equal * len(ranges)], group=group, async_op=True),
         )
     works += [
         dist.reduce(
@@ -95,7 +95,7 @@ def native_all_gather(group: dist.ProcessGroup, flat: torch.Tensor, ranges: Sequ
     works, place = [], group.rank()
     if equal:
         whole, part = flat[: equal * len(ranges)], flat[equal * place : equal * (place + 1)]
-        works.append(dist.all_gather_into_tensor(whole, part, group=group, async_op=True))
+        works.append(torch_private.all_gather_single(whole, part, group=group, async_op=True))
     works += [
         dist.broadcast(flat[own.start : own.stop], group=group, group_src=owner, async_op=True)
         for owner, own in enumerate(rest)

@@ -12,11 +12,9 @@ import torch.distributed as dist
 from hethub.communicator.counters import since
 from hethub.communicator.joining.islands import lower_bound_bridge_elements
 from hethub.communicator.measuring.bound import bound_call, wire_bytes
+from hethub.communicator.torch_private import all_gather_single, reduce_scatter_single
 from hethub.communicator.world import World
 
-# torch 2.13 renames them and warns at the old names.
-_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 DEFAULT_SIZES = (4096, 1 << 20, 16 << 20, 64 << 20)
 
 
@@ -71,8 +69,8 @@ def _operations(
     piece = torch.ones(part, device=device)
     return {
         "all_reduce": lambda: _wait(dist.all_reduce(whole, group=group, async_op=True)),
-        "all_gather": lambda: _wait(_ALL_GATHER(whole, piece, group=group, async_op=True)),
-        "reduce_scatter": lambda: _wait(_REDUCE_SCATTER(piece, whole, group=group, async_op=True)),
+        "all_gather": lambda: _wait(all_gather_single(whole, piece, group=group, async_op=True)),
+        "reduce_scatter": lambda: _wait(reduce_scatter_single(piece, whole, group=group, async_op=True)),
     }
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hethub.communicator import World, all_gather_by_ranges, reduce_scatter_by_ranges
-from hethub.communicator.measuring import bench
+from hethub.communicator.torch_private import all_gather_single, reduce_scatter_single
 from hethub.runtime.acceptance.patterns import numbers, total
 from hethub.spec.ranges import Range
 
@@ -65,7 +65,7 @@ def _all_gather(group: dist.ProcessGroup, world: World, numel: int, step: int, i
     members = dist.get_process_group_ranks(group)
     own = numbers(world, world.rank, numel // len(members), step)
     found = torch.empty(own.numel() * len(members), device=own.device)
-    work = bench._ALL_GATHER(found, own, group=group, async_op=is_async)
+    work = all_gather_single(found, own, group=group, async_op=is_async)
     return work, lambda: torch.equal(found, torch.cat([numbers(world, rank, own.numel(), step) for rank in members]))
 
 
@@ -73,7 +73,7 @@ def _reduce_scatter(group: dist.ProcessGroup, world: World, numel: int, step: in
     size = numel // group.size()
     given = numbers(world, world.rank, size * group.size(), step)
     found = torch.empty(size, device=given.device)
-    work = bench._REDUCE_SCATTER(found, given, group=group, async_op=is_async)
+    work = reduce_scatter_single(found, given, group=group, async_op=is_async)
     return work, lambda: torch.equal(found, total(world, group, given.numel(), step).split(size)[group.rank()])
 
 

@@ -1,5 +1,6 @@
 """The by-ranges operations through a group's own library: on devices NCCL and RCCL, here Gloo."""
 
+import warnings
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -7,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hethub.communicator import torch_private
 from hethub.communicator.groups.uneven import _stays_on_device, native_all_gather, native_reduce_scatter
 from hethub.spec.ranges import from_sizes, nearly_equal, split
 from tests.support.ranks import run_ranks
 
 
 def scatter_and_gather(world: Any) -> tuple[list[float], list[float]]:
+    warnings.simplefilter("error")  # torch 2.13 warns at the names that these operations had
     group = world.group([0, 1])
     ranges = split(6, 2)
     flat = torch.arange(6.0) + 10 * world.rank
@@ -66,8 +69,9 @@ def test_parts_of_a_bucket_take_two_operations_however_many_members_there_are(
 ) -> None:
     """One by one they would take as many as there are members: hundreds for a bucket."""
     called: list[str] = []
-    for name in ("reduce_scatter_tensor", "reduce", "all_gather_into_tensor", "broadcast"):
-        monkeypatch.setattr(dist, name, lambda *args, name=name, **more: called.append(name))
+    singles = [(torch_private, name) for name in ("reduce_scatter_single", "all_gather_single")]
+    for where, name in (*singles, (dist, "reduce"), (dist, "broadcast")):
+        monkeypatch.setattr(where, name, lambda *args, name=name, **more: called.append(name))
     group, ranges = MagicMock(spec=dist.ProcessGroup), nearly_equal(size, 3)
     for rank in range(3):
         group.rank.return_value = rank
