@@ -116,11 +116,15 @@ def _maker(
     problem: Problem, combination: Combination, examples: tuple[Unit, ...], composition: Composition
 ) -> Callable[[Layers], Candidate]:
     """What makes candidates of an ordered partition's cuts, each once."""
-    units = [
-        unit for counts in composition for unit, number in zip(examples, counts, strict=True) for _ in range(number)
-    ]
-    sizes = list(map(sum, composition))
-    return cache(lambda layers: to_candidate(problem, list(zip(layers, sizes, strict=True)), units, combination))
+
+    @cache
+    def made(layers: Layers) -> Candidate:
+        units = [
+            unit for counts in composition for unit, number in zip(examples, counts, strict=True) for _ in range(number)
+        ]
+        return to_candidate(problem, list(zip(layers, map(sum, composition), strict=True)), units, combination)
+
+    return made
 
 
 def _downhill(layers: Layers, make: Callable[[Layers], Candidate], costs: Estimator) -> Iterator[Candidate]:
