@@ -213,6 +213,9 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
 
 def _note_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], name: str) -> None:
     lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
+        place = f"{name}, line {node.start_mark.line + 1}"
+        raise BadInput(f"{place}: {dotted(path)} holds a zero character, which no name or text may; take it out.")
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             _note_lines(item, (*path, index), lines, name)

@@ -79,6 +79,7 @@ def test_what_is_written_is_what_is_read() -> None:
         ("name: !!timestamp now\n", "line 1: the tree file holds what cannot be read"),
         ("name: a\n---\nname: b\n", "expected a single document in the stream, but found another document"),
         ("name: \0\n", "unacceptable character"),
+        ('name: a\nmain: {kind: "o\\0k"}\n', "tree.yaml, line 2: main.kind holds a zero character, which no name or text may"),
         ("name: a\nmain: 5\n", "line 2: main is 5, but input should be a mapping of keys to values."),
         ("name: a\nothers: {depth: 1}\n", "others is {'depth': 1}, but input should be a list."),
         ("name: a\npair: [1, 2, 3]\n", "pair is [1, 2, 3], but it takes 2 items at most."),
