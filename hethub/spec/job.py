@@ -14,7 +14,7 @@ from hethub.spec.documents import Source, read_yaml, set_key
 from hethub.spec.errors import BadInput, BrokenRule, suggest
 from hethub.spec.lookup import load_model
 from hethub.spec.model import Count, ModelSpec
-from hethub.spec.plan import PlannedFor, PlanSpec, ScheduleName, load_plan
+from hethub.spec.plan import PlannedFor, PlanSpec, Samples, ScheduleName, load_plan
 
 TOKENIZER = "tokenizer.json"  # of a Hugging Face folder
 PYTHON = "python:"  # begins the name of a model that is Python: python:package.module:factory
@@ -126,7 +126,7 @@ class TrainSpec(Spec):
 
     steps: Count = 60  # optimizer steps in all
     # sequences of a step; with more there would be too many microbatches to plan
-    global_batch: Annotated[int, Field(ge=1, le=10_000_000)] = 16
+    global_batch: Samples = 16
     seq_len: Count = 128  # tokens of a sequence
     precision: Precision = "fp32"  # of computing; masters are kept in fp32 beside half precisions
     compile: bool | None = None  # a layer's small operations, by Inductor; null: on devices, not on CPUs

@@ -21,15 +21,16 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "ministages", "layered", 
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["activations", "parameters", "optimizer"]
 Index = Annotated[int, Field(ge=0)]
+Samples = Annotated[int, Field(ge=1, le=10_000_000)]  # of a step at most; more would be too many microbatches to plan
 
 
 class ReplicaSpec(Spec):
     """The ranks that process one microbatch together (a tensor-parallel group) and the samples they get per step."""
 
     ranks: tuple[Index, ...] = Field(min_length=1)  # one, or several that cut every layer (tensor parallel)
-    micro_batch: Count  # samples processed at once
-    samples: Count  # of a step
-    in_flight: Count | None = None  # None: computed from the microbatches' overlaps
+    micro_batch: Samples  # samples processed at once
+    samples: Samples  # of a step
+    in_flight: Samples | None = None  # None: computed from the microbatches' overlaps
     tensor_shares: tuple[NonNegative, ...] | None = None  # None: equal
 
     @model_validator(mode="after")
@@ -134,7 +135,7 @@ class PlanSpec(Spec):
     version: Literal[1] = 1  # of this format
     model: str  # the name in its model file
     cluster: str  # the name in its cluster file
-    global_batch: Count  # sequences of a step; a job beside the plan must say the same
+    global_batch: Samples  # sequences of a step; a job beside the plan must say the same
     seq_len: Count  # tokens of a sequence, as the job
     precision: Precision  # of computing, as the job
     schedule: ScheduleName = "1f1b"  # the order of microbatches (docs/plans.md)

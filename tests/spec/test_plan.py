@@ -69,6 +69,7 @@ def test_a_saved_plan_reads_as_a_person_would_write_it(tmp_path: Path) -> None:
         (TWO, {"precision": "int8"}, "precision is 'int8', but input should be 'fp64', 'fp32', 'bf16' or 'fp16'"),
         ([stage((0, 4), replica([0], 8, microbatch=1))], {}, "microbatch is not a known key; did you mean 'micro_batch'"),
         ([stage((0, 4), replica([-1], 8))], {}, r"ranks\[0\] is -1, but input should be greater than or equal to 0"),
+        ([stage((0, 4), {**replica([0], 8), "micro_batch": 10**400})], {}, r"micro_batch is 1000.*, but input should be less than"),
         ([], {}, "stages is \\[\\], but it needs at least 1 item"),
         (TWO, {"version": 2}, "version is 2, but input should be 1"),
     ],
