@@ -33,10 +33,11 @@ def rank_additions(
         if progress is not None:
             progress(index, len(catalogue.nodes), f"one {node.name} more")
         try:
-            rate = evaluate(cluster_of(catalogue, {node.name: 1}, have)).tokens_per_second
+            with_it = evaluate(cluster_of(catalogue, {node.name: 1}, have)).tokens_per_second
         except BadInput as error:
             left_out.append(LeftOut(nodes={node.name: 1}, why=str(error)))
             continue
+        rate = max(with_it, now.tokens_per_second)  # where the search found nothing better the node stays unused
         gained = rate - now.tokens_per_second
         per_price = gained / node.price_per_hour if node.price_per_hour else None
         found.append(

@@ -168,6 +168,11 @@ def print_additions(additions: Sequence[Addition], left_out: Sequence[LeftOut], 
         )
     console = make_console()
     console.print(table)
+    if idle := [addition.node for addition in additions if not addition.gained_tokens_per_second]:
+        console.print(
+            f"no plan was found that is faster with one {' or '.join(idle)} more than without; "
+            "a higher constraints.time_limit_seconds searches longer"
+        )
     for sentence in left_out_sentences(left_out):
         console.print(sentence)
     if catalogue.date:

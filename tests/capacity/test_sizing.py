@@ -13,7 +13,7 @@ from hethub.capacity.additions import rank_additions
 from hethub.capacity.catalogue import CatalogueSpec, cluster_of
 from hethub.capacity.options import Option, Question, best, mark_frontier, option_of, rank
 from hethub.capacity.sizing import size
-from hethub.report.capacity import print_sizing, write_sizing
+from hethub.report.capacity import print_additions, print_sizing, write_sizing
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from tests.predictor.plans import cluster
@@ -200,6 +200,15 @@ def test_owned_nodes_cost_nothing() -> None:
 def test_additions_are_ranked_by_throughput_per_price() -> None:
     have = cluster(("A100-SXM4-80GB", 4, 8), name="ours")
     assert [addition.node for addition in rank_additions(CATALOGUE, evaluate, have)[0]] == ["slow", "fast"]
+
+
+def test_one_node_more_is_never_slower_since_it_can_stay_unused(capsys: pytest.CaptureFixture[str]) -> None:
+    have = cluster(("A100-SXM4-80GB", 4, 8), name="ours")
+    additions, left_out = rank_additions(CATALOGUE, lambda on: SimpleNamespace(tokens_per_second=9e6 / on.size), have)
+    assert [addition.gained_tokens_per_second for addition in additions] == [0.0, 0.0]
+    assert {addition.tokens_per_second for addition in additions} == {9e6 / 32}
+    print_additions(additions, left_out, CATALOGUE)
+    assert "faster with one fast or slow more" in " ".join(capsys.readouterr().out.split())
 
 
 def test_frontier_has_no_beaten_option() -> None:
