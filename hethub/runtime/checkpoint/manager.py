@@ -140,7 +140,8 @@ class CheckpointFolder:
         causes = "; ".join(f"rank {rank}: {cause}" for rank, cause in failures.items())
         return RunFailed.everywhere(
             self._world.rank,
-            f"{what} could not be written: {causes}. What was complete before is untouched; this one is removed.",
+            f"{what} could not be written: {causes}. What was complete before in {self.folder} is untouched; this one is "
+            f"removed.{' Make room or allow it there.' if '[Errno' in causes else ''}",
         )
 
     def latest(self, step: int | None = None) -> Path | None:
