@@ -87,7 +87,9 @@ def _progress(rows: list[dict[str, Any]], last: int, written: float | None, item
         lines[0] += f", {tokens / seconds:,.0f} {items}/s"
     if written is not None and newest["step"] < last:
         left = (last - newest["step"]) * seconds
-        lines.append(f"last step {time.time() - written:.0f} s ago; about {left / 3600:.1f} hours left")
+        short = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} minutes"
+        shown = short if left < 3600 else f"{left / 3600:.1f} hours"
+        lines.append(f"last step {time.time() - written:.0f} s ago; about {shown} left")
     evaluated = [row for row in rows if row.get("eval_loss") is not None]
     if evaluated:
         lines.append(f"held-out loss {evaluated[-1]['eval_loss']:.4f} at step {evaluated[-1]['step']}")

@@ -297,6 +297,7 @@ def test_watch_says_how_far_a_run_is_and_who_runs_it(tmp_path, capsys):
         f"process {os.getpid()}",
         "step 2 of 4: loss 3.2500, 0.5 s a step, predicted 0.4 s",
         "checkpoints: step 2",
+        "about 1 s left",
     ):
         assert words in out
     before = {"host": os.uname().nodename, "pid": os.getpid(), "started_ticks": 1, "since": "then"}  # had this number
