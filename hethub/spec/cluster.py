@@ -58,6 +58,11 @@ class NodeSpec(Spec):
             raise ValueError(
                 f"{len(self.hosts)} hosts for a count of {self.count} machines; name one host per machine."
             )
+        for index, host in enumerate(self.hosts or ()):
+            if not host or set(host) & set(" \t\n,") or host in (self.hosts or ())[:index]:
+                raise ValueError(
+                    f"hosts are {list(self.hosts or ())}; give each machine its own name, without spaces or commas."
+                )
         return self
 
     @cached_property

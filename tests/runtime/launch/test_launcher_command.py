@@ -211,6 +211,12 @@ def test_machines_without_names_are_refused_with_an_example() -> None:
         launch_commands(JOB, TWO_MAKERS.model_copy(update={"nodes": (node,)}), "mpirun")
 
 
+@pytest.mark.parametrize("hosts", [["nv1", "nv1"], ["nv1", ""], ["nv 1", "nv2"], ["nv1,nv2", "nv3"]])
+def test_a_host_that_no_launcher_can_take_is_refused(hosts: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"hosts are .*; give each machine its own name"):
+        ClusterSpec.model_validate({"name": "two", "nodes": [{**TWO_MAKERS.nodes[0].model_dump(), "hosts": hosts}]})
+
+
 def test_unequal_machines_are_refused_for_torchrun() -> None:
     small = TWO_MAKERS.nodes[1].model_copy(update={"accelerators": 4})
     with pytest.raises(BadInput, match="4 and 8 accelerators"):
