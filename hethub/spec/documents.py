@@ -65,7 +65,7 @@ def read_text(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> str:
     try:
         return read_bytes(path, what, most_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise BadInput(f"{path}: the {what} cannot be read: {error}.") from None
+        raise BadInput(f"{path}: the {what} cannot be read as UTF-8: {error}; save it so.") from None
 
 
 def read_bytes(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> bytes:

@@ -108,8 +108,11 @@ def _free_constraints(problem: Problem) -> Iterator[Change]:
 
 
 def _less_reserve(problem: Problem) -> Iterator[Change]:
-    if problem.constraints.reserve > 0.02:
-        yield Change("constraints.reserve: 0.02", problem.with_constraints(problem.constraints.replace(reserve=0.02)))
+    """The default's, then hardly any."""
+    for reserve in (ConstraintsSpec().reserve, 0.02):
+        if reserve < problem.constraints.reserve:
+            relaxed = problem.with_constraints(problem.constraints.replace(reserve=reserve))
+            yield Change(f"constraints.reserve: {reserve:g}", relaxed)
 
 
 def fewer_samples(problem: Problem) -> Iterator[Change]:

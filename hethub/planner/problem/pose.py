@@ -116,7 +116,7 @@ def _of_degrees(problem: Problem) -> Iterator[Contradiction]:
 
 
 def _of_products(problem: Problem) -> Iterator[Contradiction]:
-    """Degrees together against the accelerators, all of which a plan uses."""
+    """Degrees together against the accelerators: given ones leave none unused."""
     given, size = problem.constraints, problem.size
     if given.tp and given.pp and given.dp and given.tp * given.pp * given.dp != size:
         yield (f"tp: {given.tp} with pp: {given.pp} and dp: {given.dp}", _all_of(problem))
@@ -173,4 +173,7 @@ def _of_modes(problem: Problem) -> Iterator[Contradiction]:
 
 
 def _all_of(problem: Problem) -> str:
-    return f"the {problem.size} accelerators of cluster '{problem.cluster.name}', all of which a plan uses"
+    return (
+        f"the {problem.size} accelerators of cluster '{problem.cluster.name}', all of which given degrees have to use: "
+        "to leave some unused, take their nodes out of the cluster"
+    )

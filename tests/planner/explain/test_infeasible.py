@@ -6,6 +6,7 @@ from hethub.planner import plan
 from hethub.planner.problem.problem import Batch
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
+from hethub.spec.job import ConstraintsSpec
 from tests.predictor.plans import TINY
 
 
@@ -43,3 +44,11 @@ def test_host_memory_that_is_too_small_is_told_without_the_accelerators_reserve(
         BadInput, match=r"comes closest exceeds the hosts' memory, which holds [^%]* raise host_memory_gb"
     ):
         plan(model, cluster, Batch(8, 64, "bf16"), with_bounds=False)
+
+
+def test_the_usual_reserve_is_named_where_it_helps() -> None:
+    """It was 0.02, whatever was needed."""
+    node = {"name": "a", "accelerator": "RTX-4090", "accelerators": 2}
+    cluster = ClusterSpec.model_validate({"name": "alone", "nodes": [node]})
+    with pytest.raises(BadInput, match=r"A plan fits with constraints\.reserve: 0\.06"):
+        plan(TINY, cluster, Batch(8, 64, "bf16"), ConstraintsSpec(reserve=0.99), with_bounds=False)
