@@ -29,7 +29,6 @@ class CandidateStage:
     groups: tuple[ReplicaGroup, ...]
     recompute: Recompute = "none"
     zero: int = 1
-    state_shares: tuple[tuple[int, float], ...] = ()  # (device type, share of one of its ranks)
     nudges: tuple[int, ...] = ()  # samples more or fewer than by speed, per replica; empty: none
     offload: tuple[Offload, ...] = ()
 
@@ -43,7 +42,7 @@ class CandidateStage:
     @cached_property
     def core(self) -> tuple[object, ...]:
         """What its times and memory depend on."""
-        return (self.layers, self.groups, self.recompute, self.zero, self.state_shares, self.offload)
+        return (self.layers, self.groups, self.recompute, self.zero, self.offload)
 
     @cached_property
     def replicas(self) -> int:
@@ -54,7 +53,7 @@ class CandidateStage:
         return sum([own.tp * own.number for own in self.groups])
 
     def with_groups(self, groups: Sequence[ReplicaGroup]) -> "CandidateStage":
-        """The stage with other replicas, and so without shares and nudges."""
+        """The stage with other replicas, and so without nudges."""
         return CandidateStage(self.layers, merged(groups), self.recompute, self.zero, offload=self.offload)
 
     def with_sizes(self, sizes: Sequence[int]) -> "CandidateStage":

@@ -34,10 +34,8 @@ def materialize(
         if min(samples) < 1:
             return None
         replicas = [(unit, micro_batch, count) for (unit, micro_batch), count in zip(own, samples, strict=True)]
-        shares = dict(stage.state_shares)
-        named = {rank: shares[unit.device_type] for unit, _ in own for rank in unit.ranks} if shares else {}
         modes = (stage.zero, stage.recompute, stage.offload)
-        stages.append(stage_spec(problem, chunks[index], replicas, *modes, named, holds[index] if holds else None))
+        stages.append(stage_spec(problem, chunks[index], replicas, *modes, held=holds[index] if holds else None))
     return problem.plan(schedule, stages)
 
 
@@ -101,7 +99,7 @@ def stage_spec(
     zero: int,
     recompute: Recompute,
     offload: tuple[Offload, ...],
-    state_shares: Mapping[int, float],
+    state_shares: Mapping[int, float] = {},
     held: int | None = None,
 ) -> StageSpec:
     """A stage of replicas with their micro-batches and samples. A single one has nothing to shard; a stage over islands

@@ -32,7 +32,6 @@ class Estimate(NamedTuple):
     holds: tuple[int, ...]
     fits: bool
     slowest: int
-    least: float
     floor: float
 
 
@@ -91,8 +90,6 @@ class Estimator:
     def least(self, candidate: Candidate) -> float:
         """Seconds that the candidate's busiest replica computes at least, whatever the schedule: no prediction is
         shorter."""
-        if candidate in self._estimated:
-            return self._estimated[candidate].least
         if candidate not in self._least:
             self.bound([candidate])
         return self._least[candidate]
@@ -103,9 +100,7 @@ class Estimator:
 
     def bound(self, candidates: Iterable[Candidate]) -> None:
         """Finds for all candidates at once what they compute at least."""
-        new = [
-            candidate for candidate in candidates if candidate not in self._estimated and candidate not in self._least
-        ]
+        new = [candidate for candidate in candidates if candidate not in self._least]
         for candidate, stages in zip(new, self._rows.divided(new), strict=True):
             self._least[candidate] = max([own.seconds for own in stages])
 
@@ -142,8 +137,7 @@ class Estimator:
             for each, first in zip(np.ceil(held).astype(int).tolist(), own.first.tolist(), strict=True)
         ]
         slowest = (own.stages.busy.argmax(axis=1) - own.first).tolist()
-        least = own.stages.least.max(axis=1).tolist()
-        return list(map(Estimate, seconds.tolist(), holds, fits.tolist(), slowest, least, floor.tolist()))
+        return list(map(Estimate, seconds.tolist(), holds, fits.tolist(), slowest, floor.tolist()))
 
     def _side_by_side(self, candidates: Sequence[Candidate], rows: Sequence[list[int]]) -> "_SideBySide":
         """The candidates with their stages in arrays that end with the last. In front of the first stage of shorter

@@ -80,7 +80,6 @@ class StageTimes:
         num_bytes = np.maximum(sums.parameters * self.costs.gradient_width, 1.0)
         reduce = (sums.latency + sums.per_byte * num_bytes) * np.where(own.zero > 0, 1, 2)
         gather = np.where((own.zero == 1) | (own.zero == 2), sums.seconds(self.costs.width), 0.0)
-        named = np.array([placed.stage.state_shares != () for placed in stages])  # left to the evaluator
         most = np.trunc(room.free / np.maximum(room.microbatch, 1.0)).min(axis=1)
         surely = room.free - (NEARLY - 1) * self._capacity[own.device_types]
         sure = np.trunc(surely / np.maximum(room.microbatch, 1.0)).min(axis=1)
@@ -90,8 +89,8 @@ class StageTimes:
             microstep=np.minimum((own.numbers * own.micro_batches).sum(axis=1), self.problem.batch.global_batch),
             reduce=reduce, tail=reduce * np.minimum(1.0, BUCKET_BYTES / num_bytes),
             finish=gather + self._optimizer(own, sums.parameters / own.shards.max(axis=1)) + self._stored(own, sums),
-            most=np.where(named, _UNLIMITED, np.minimum(most, _UNLIMITED)),
-            sure=np.where(named, _UNLIMITED, np.minimum(sure, _UNLIMITED)),
+            most=np.minimum(most, _UNLIMITED),
+            sure=np.minimum(sure, _UNLIMITED),
             host=self._hosted(own, sums),
             host_microbatch=(self._copied(own) / self._host_filled[own.device_types]).max(axis=1),
         )  # fmt: skip
@@ -119,9 +118,7 @@ class StageTimes:
 
     def largest(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, held: float) -> int:
         """The largest micro-batch up to that of the group with which its ranks have memory for so many microbatches;
-        named state shares are left to the evaluator. 0 where one sample is too much."""
-        if stage.state_shares:
-            return own.micro_batch
+        0 where one sample is too much."""
         key = (stage.layers, stage.recompute, stage.zero, stage.offload, stage.ranks, own[:3], place, pattern, held)
         found = self._largest.get(key)
         if found is None:

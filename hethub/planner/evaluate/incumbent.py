@@ -92,13 +92,8 @@ class Incumbent:
         """Whether the candidate's busiest replica computes for so short a time that its plan may be the answer."""
         return self.costs.least(candidate) < self.hopeful_seconds
 
-    def better(self, one: Evaluation | None, other: Evaluation | None) -> bool:
-        """Whether `one` is to be preferred: it fits and the other does not, or it is faster, or less over memory."""
-        if one is None or other is None:
-            return one is not None
-        return self._rank(one) < self._rank(other)
-
-    def _rank(self, evaluation: Evaluation) -> tuple[bool, float]:
+    def rank(self, evaluation: Evaluation) -> tuple[bool, float]:
+        """What evaluations are compared by: those that fit first, by their step, then by how far they are over memory."""
         fits = evaluation.fits or self.evaluator.ignore_memory
         return (not fits, evaluation.seconds if fits else evaluation.fullness)
 

@@ -14,6 +14,7 @@ import numpy as np
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.memory_model import Coefficients
 from hethub.planner.problem.problem import Combination, Problem, Unit
+from hethub.predictor.cost.cache import memoized
 from hethub.spec.plan import Recompute
 
 MOST_DEGREES = 1024  # choices of a TP degree for every device type
@@ -187,7 +188,6 @@ class _Records:
         self.problem, self.costs = problem, costs
         self.figures: list[tuple[float, ...]] = [(1.0,) * len(_FIGURES)]
         self.memory: list[Coefficients] = [Coefficients(*(np.zeros(4) for _ in Coefficients._fields))]
-        self._known: dict[tuple[int, int, int, Recompute], int] = {}
 
     def sorts(self, device_type: int, tp: int, settings: Sequence[tuple[tuple[int, ...], Recompute]]) -> list[_Sort]:
         """The sorts of unit that a degree makes of a device type: a machine's rest beside the units of the wanted degree."""
@@ -204,13 +204,10 @@ class _Records:
             for size, number in Counter(unit.tp for unit in units).items()
         ]
 
+    @memoized
     def _index(self, device_type: int, tp: int, micro_batch: int, recompute: Recompute) -> int:
-        key = (device_type, tp, micro_batch, recompute)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = len(self.figures)
-            rate = self.costs.rate(device_type, tp, micro_batch, recompute)
-            layer, embedding, head = (part.total / micro_batch for part in rate)
-            self.figures.append((layer, embedding, head, rate.layer.total, self.problem.capacity(device_type)))
-            self.memory.append(self.costs.coefficients(device_type, tp, micro_batch, recompute))
-        return found
+        rate = self.costs.rate(device_type, tp, micro_batch, recompute)
+        layer, embedding, head = (part.total / micro_batch for part in rate)
+        self.figures.append((layer, embedding, head, rate.layer.total, self.problem.capacity(device_type)))
+        self.memory.append(self.costs.coefficients(device_type, tp, micro_batch, recompute))
+        return len(self.memory) - 1

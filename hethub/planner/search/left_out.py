@@ -51,8 +51,7 @@ def _placed(problem: Problem, used: list[int], evaluation: Evaluation) -> Candid
     stages = []
     for stage in evaluation.candidate.stages:
         groups = [group._replace(device_type=used[group.device_type]) for group in stage.groups]
-        shares = tuple((used[device_type], share) for device_type, share in stage.state_shares)
-        stages.append(replace(stage, groups=merged(groups), state_shares=shares))
+        stages.append(replace(stage, groups=merged(groups)))
     plan = _renumbered(problem, evaluation.plan, ranks)
     return replace(evaluation.candidate, stages=tuple(stages), name=plan.model_dump_json(), plan=plan)
 

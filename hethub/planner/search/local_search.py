@@ -165,6 +165,6 @@ def _step(best: Evaluation, incumbent: Incumbent, effort: Effort) -> Evaluation:
         if incumbent.out_of_time:
             break
         evaluation = incumbent.consider(candidate)
-        if evaluation is not None and incumbent.better(evaluation, best):
+        if evaluation is not None and incumbent.rank(evaluation) < incumbent.rank(best):
             return evaluation
     return best

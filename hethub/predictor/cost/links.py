@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import log2
 
+from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.groups import Group, Operation
 from hethub.predictor.cost.node_links import NodeLinks
@@ -30,10 +31,8 @@ class Network:
         self.places = cluster.places
         self.between = BetweenMachines(cluster)
         self.machines, self.racks = self.between.machines, self.between.racks
-        self._rates: dict[Resource, float] = {}
         self._card_rates: dict[str, float] = {}
         self._ring_rates: dict[tuple[Group, int], list[tuple[Group, float]]] = {}
-        self._beyond_machines: dict[tuple[Group, Operation], float] = {}  # seconds per byte
         self._paths: dict[tuple[int, int, bool], Path] = {}
 
     def group(self, ranks: Sequence[int], shares: Mapping[int, float] | None = None) -> Group:
@@ -132,14 +131,9 @@ class Network:
             rates += [self._interface(node) for node in (a.node, b.node)]
         return Link(given.latency_seconds, 1.0 / min(rates)), resources
 
+    @memoized
     def rate(self, resource: Resource) -> float:
         """Bytes a second that a resource carries in its direction; no less than one message was measured to get."""
-        found = self._rates.get(resource)
-        if found is None:
-            found = self._rates[resource] = self._rate(resource)
-        return found
-
-    def _rate(self, resource: Resource) -> float:
         links, (kind, owner, _) = self.cluster.links, resource
         if kind == "regions":
             assert links.regions is not None
@@ -371,9 +365,10 @@ class Network:
                 seconds.append(here / max(least, self.rate(Resource("bridge", machine))))
             elif self._has_cards(node, group):
                 seconds.append(here / max(least, self._cards(node)))
-        beyond = self._beyond_machines.get((group, operation))
-        if beyond is None:
-            passed = self.between.of_exchange(group, operation).items()
-            beyond = max([part * self.between.like(on, group) / self.rate(on) for on, part in passed], default=0.0)
-            self._beyond_machines[group, operation] = beyond
-        return max(*seconds, num_bytes * sharing * beyond)
+        return max(*seconds, num_bytes * sharing * self._beyond_machines(group, operation))
+
+    @memoized
+    def _beyond_machines(self, group: Group, operation: Operation) -> float:
+        """Seconds per byte of what islands exchange over racks and regions."""
+        passed = self.between.of_exchange(group, operation).items()
+        return max([part * self.between.like(on, group) / self.rate(on) for on, part in passed], default=0.0)

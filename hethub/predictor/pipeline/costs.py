@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from hethub.predictor.cost.cache import CeilingKept, shared_layer_cost
+from hethub.predictor.cost.cache import CeilingKept, memoized, shared_layer_cost
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.layer import LayerCost
 from hethub.predictor.cost.links import Network
@@ -54,8 +54,6 @@ class PlanCosts:
     ) -> None:
         self.layout, self.software, self.profile = layout, software, profile
         self.plan, self.model = layout.plan, layout.model
-        self._replica_keys: dict[tuple[int, int], tuple[object, ...]] = {}
-        self._counts: dict[int, Counter[tuple[str, object]]] = {}
         self._sharing: dict[tuple[int, int, int], tuple[tuple[str, int], ...]] = {}
         self.set_constants(constants)
         self.width = element_bytes(software.math_precision(self.plan.precision))
@@ -94,23 +92,21 @@ class PlanCosts:
         """Whether a profile was asked beyond what it measured."""
         return any(isinstance(cost, ProfiledLayerCost) and cost.extrapolated for cost in self._layer_costs.values())
 
+    @memoized
     def replica_key(self, stage: int, replica: int) -> tuple[object, ...]:
         """What a replica's costs depend on: those with equal keys cost the same."""
-        found = self._replica_keys.get((stage, replica))
-        if found is None:
-            spec = self.layout.replica(stage, replica)
-            places = [self.layout.cluster.places[rank] for rank in spec.ranks]
-            names, machines = [place.node.device.name for place in places], [place.machine for place in places]
-            found = self._replica_keys[stage, replica] = (
-                stage,
-                tuple(names if len(set(names)) > 1 else names[:1]),
-                tuple([machines.count(machine) for machine in dict.fromkeys(machines)]),
-                spec.tensor_shares,
-                self.network.joined(spec.ranks),
-                self._offloading_there(machines),
-                spec.samples if self.state.in_passes(stage) else None,  # which share what goes on beside their passes
-            )
-        return found
+        spec = self.layout.replica(stage, replica)
+        places = [self.layout.cluster.places[rank] for rank in spec.ranks]
+        names, machines = [place.node.device.name for place in places], [place.machine for place in places]
+        return (
+            stage,
+            tuple(names if len(set(names)) > 1 else names[:1]),
+            tuple([machines.count(machine) for machine in dict.fromkeys(machines)]),
+            spec.tensor_shares,
+            self.network.joined(spec.ranks),
+            self._offloading_there(machines),
+            spec.samples if self.state.in_passes(stage) else None,  # which share what goes on beside their passes
+        )
 
     def _offloading_there(self, machines: Sequence[int]) -> int:
         """How many ranks offload on the busiest of these machines, where hosts limit what they copy."""
@@ -341,13 +337,12 @@ class PlanCosts:
             self._sharing[stage, other, place.machine] = found
         return found
 
+    @memoized
     def _leaders(self, stage: int) -> Counter[tuple[str, object]]:
         """How many replicas of the stage have their leaders on a machine, in a rack, in a region."""
-        found = self._counts.get(stage)
-        if found is None:
-            found = self._counts[stage] = Counter()
-            for replica in self.layout.stages[stage].replicas:
-                found.update(self._shared_at(self.layout.cluster.places[replica.ranks[0]]))
+        found = Counter[tuple[str, object]]()
+        for replica in self.layout.stages[stage].replicas:
+            found.update(self._shared_at(self.layout.cluster.places[replica.ranks[0]]))
         return found
 
     def _shared_at(self, place: Place) -> list[tuple[str, object]]:

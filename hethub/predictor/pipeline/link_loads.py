@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.groups import Operation
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.resources import OF_RANKS, Path, Resource
@@ -74,7 +75,6 @@ class LinkLoads:
             self.leaving[self.stages[boundary][0]].append(boundary)
             self._between[self.stages[boundary]].append(boundary)
         self._leaders = [[replica.ranks[0] for replica in stage.replicas] for stage in layout.stages]
-        self._paths: dict[BoundaryTransfer, Path] = {}
 
     @cached_property
     def samples(self) -> Counter[tuple[int, int, int]]:
@@ -108,14 +108,12 @@ class LinkLoads:
             found[key] = first.setdefault(sort, key)
         return found
 
+    @memoized
     def path(self, transfer: BoundaryTransfer) -> Path:
         """From leader to leader."""
-        found = self._paths.get(transfer)
-        if found is None:
-            stages = self.stages[transfer.boundary]
-            above, below = self._leaders[stages[0]][transfer.above], self._leaders[stages[1]][transfer.below]
-            found = self._paths[transfer] = self.network.path(*((below, above) if transfer.way else (above, below)))
-        return found
+        stages = self.stages[transfer.boundary]
+        above, below = self._leaders[stages[0]][transfer.above], self._leaders[stages[1]][transfer.below]
+        return self.network.path(*((below, above) if transfer.way else (above, below)))
 
     @cached_property
     def messages(self) -> dict[tuple[object, Resource], float]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
+from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.groups import Group, Operation
 from hethub.predictor.cost.links import Network
@@ -60,13 +61,7 @@ class StateCosts:
         self.width = element_bytes(software.math_precision(layout.plan.precision))
         last = layout.num_stages - 1
         self.whole = [Portion(stage.num_layers, s == 0, s == last) for s, stage in enumerate(layout.stages)]  # by stage
-        self._rank_parameters: dict[RankWidths, RankParameters] = {}
         self._held: dict[tuple[object, ...], Held] = {}
-        self._groups: dict[tuple[int, int], Group] = {}
-        self._unlike: dict[int, list[ReplicaSpec]] = {}
-        self._unlike_groups: dict[int, dict[Group, int]] = {}  # by stage, and how many like it share an interface
-        self._reductions: dict[tuple[int, Portion | None], Reduction] = {}
-        self._layers: dict[tuple[int, Portion, int], list[float]] = {}
 
     @cached_property
     def portions(self) -> tuple[tuple[Portion, ...], ...]:
@@ -93,37 +88,35 @@ class StateCosts:
         """Bytes of one gradient on the wire: accumulated and reduced in fp32 at least (rule 11 of exactness)."""
         return self.software.gradient_wire_bytes or gradient_bytes(self.width)
 
+    @memoized
     def replica_group(self, stage: int, position: int) -> Group:
         """The ranks at one position of every replica: who sums one shard's gradients."""
-        found = self._groups.get((stage, position))
-        if found is None:
-            replicas = self.layout.stages[stage].replicas
-            ranks = [replica.ranks[min(position, replica.tp - 1)] for replica in replicas]
-            found = self._groups[stage, position] = self.network.group(
-                ranks, self.layout.stages[stage].every_state_share
-            )
-        return found
+        own = self.layout.stages[stage]
+        ranks = [replica.ranks[min(position, replica.tp - 1)] for replica in own.replicas]
+        return self.network.group(ranks, own.every_state_share)
+
+    @memoized
+    def _unlike_groups(self, stage: int) -> dict[Group, int]:
+        """The groups of a stage's positions, and how many like each share an interface."""
+        positions = range(max(replica.tp for replica in self.layout.stages[stage].replicas))
+        return {group: self.network.sharing(group) for group in {self.replica_group(stage, p) for p in positions}}
 
     def ring_seconds(self, stage: int, num_bytes: float) -> float:
         """Seconds of a reduce-scatter or an all-gather over a stage's replicas, where nothing is sharded of half an
         all-reduce, at the position where it takes longest."""
-        found = self._unlike_groups.get(stage)
-        if found is None:
-            positions = range(max(replica.tp for replica in self.layout.stages[stage].replicas))
-            groups = {self.replica_group(stage, position) for position in positions}
-            found = self._unlike_groups[stage] = {group: self.network.sharing(group) for group in groups}
         operation: Operation = "reduce_scatter" if self.layout.stages[stage].zero else "all_reduce"
         return max(
-            self.network.reduce_scatter(group, num_bytes, sharing, operation) for group, sharing in found.items()
+            self.network.reduce_scatter(group, num_bytes, sharing, operation)
+            for group, sharing in self._unlike_groups(stage).items()
         )
 
     def most_parameters(self, stage: int, portion: Portion | None = None) -> float:
         """Parameters of a portion, by default of all of the stage, on the stage's fullest rank."""
-        found = self._unlike.get(stage)
-        if found is None:
-            replicas = self.layout.stages[stage].replicas
-            found = self._unlike[stage] = list({(len(r.ranks), r.tensor_shares): r for r in replicas}.values())
-        return max(self.rank_parameters(stage, replica, portion) for replica in found)
+        return max(self.rank_parameters(stage, replica, portion) for replica in self._unlike_replicas(stage))
+
+    @memoized
+    def _unlike_replicas(self, stage: int) -> list[ReplicaSpec]:
+        return list({(len(r.ranks), r.tensor_shares): r for r in self.layout.stages[stage].replicas}.values())
 
     def rank_parameters(self, stage: int, spec: ReplicaSpec, portion: Portion | None = None) -> float:
         """Parameters of a portion, by default of all of the stage, on the replica's fullest rank; where both ends of a
@@ -140,11 +133,10 @@ class StateCosts:
             found = self._held[key] = max((self.count(one, portion) for one in widths), key=sum)
         return found
 
+    @memoized
     def count(self, widths: RankWidths, portion: Portion) -> Held:
         """Parameters of a portion on a rank of these widths."""
-        if widths not in self._rank_parameters:
-            self._rank_parameters[widths] = RankParameters.of(self.model, widths)
-        rank = self._rank_parameters[widths]
+        rank = RankParameters.of(self.model, widths)
         count = rank.of_layers(*portion)
         if not self.layout.head_is_apart:
             return Held(count, 0)
@@ -166,16 +158,11 @@ class StateCosts:
         whole = self.count(alone, portion)
         return stepped(self.layout, self.software, stage, rank, self.held(spec, portion), whole)
 
+    @memoized
     def reduction(self, stage: int, portion: Portion | None = None) -> Reduction:
         """Seconds to sum the gradients of a portion, by default of the stage, over its replicas and with a tied head's
         other copy, and to send new weights back (ZeRO-1 and 2). In rounds all but the last layer's sum belongs to the
         microbatches."""
-        found = self._reductions.get((stage, portion))
-        if found is None:
-            found = self._reductions[stage, portion] = self._reduction(stage, portion)
-        return found
-
-    def _reduction(self, stage: int, portion: Portion | None) -> Reduction:
         found, ends = self._over_replicas(stage, portion), portion or self.whole[stage]
         is_end = ends.first or ends.last
         tied = self.tied_seconds if is_end else 0.0
@@ -358,17 +345,15 @@ class StateCosts:
         """Seconds to sum each layer's gradients over the replicas, every rank its part, in model order."""
         return self._by_layer(stage, portion, self.gradient_wire_bytes)
 
+    @memoized
     def _by_layer(self, stage: int, portion: Portion, bytes_per_parameter: int) -> list[float]:
         """A collective per layer over the replicas of a stage; embedding and head go with the layer beside them."""
-        found = self._layers.get((stage, portion, bytes_per_parameter))
-        if found is None:
 
-            def seconds(of: Portion) -> float:
-                num_bytes = self.most_parameters(stage, of) * bytes_per_parameter
-                return self._unevenness(stage) * self.ring_seconds(stage, num_bytes)
+        def seconds(of: Portion) -> float:
+            num_bytes = self.most_parameters(stage, of) * bytes_per_parameter
+            return self._unevenness(stage) * self.ring_seconds(stage, num_bytes)
 
-            found = self._layers[stage, portion, bytes_per_parameter] = self._each_layer(portion, seconds)
-        return found
+        return self._each_layer(portion, seconds)
 
     @staticmethod
     def _each_layer(portion: Portion, seconds: Callable[[Portion], float]) -> list[float]:

@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
+from hethub.predictor.cost.cache import memoized
 from hethub.predictor.pipeline.replay import NONE
 from hethub.predictor.pipeline.symmetry import FoldedLayout, Group
 from hethub.spec.layout.bind import Layout
@@ -96,7 +97,6 @@ class Wiring:
                 run = self.runs[stage, 0] if shared else self._run(actor_order(layout, stage, replica))
                 self.runs[stage, replica] = run
         self.stages = [self._stage_nodes(stage) for stage in range(layout.num_stages)]
-        self._known_nodes: dict[tuple[Kind, int, int], list[int]] = {}
         self.sources = [NONE] * self._num_nodes
         self.boundaries = list(self._boundaries())
 
@@ -176,13 +176,11 @@ class Wiring:
     def _replicas(self, stage: int) -> range:
         return range(len(self.layout.stages[stage].replicas))
 
+    @memoized
     def _nodes(self, kind: Kind, stage: int, chunk: int) -> list[int]:
         """The node of each of a stage's microbatches, in order of the sample axis."""
-        found = self._known_nodes.get((kind, stage, chunk))
-        if found is None:
-            own = [map(run.nodes.__getitem__, positions) for run, positions in self.turns(kind, stage, chunk)]
-            found = self._known_nodes[kind, stage, chunk] = self.by_microbatch(stage, own)
-        return found
+        own = [map(run.nodes.__getitem__, positions) for run, positions in self.turns(kind, stage, chunk)]
+        return self.by_microbatch(stage, own)
 
     def turns(self, kind: Kind, stage: int, chunk: int) -> list[tuple[Run, list[int]]]:
         """Each replica's run, and where in its order its own microbatches come."""
@@ -217,18 +215,13 @@ class Wirings:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._whole: dict[bool, Wiring] = {}
-        self._folded: dict[tuple[Group, int | None], Wiring] = {}
 
+    @memoized
     def whole(self, full: bool) -> Wiring:
         """That of all replicas and microbatches."""
-        if full not in self._whole:
-            self._whole[full] = Wiring(self.layout, full)
-        return self._whole[full]
+        return Wiring(self.layout, full)
 
+    @memoized
     def folded(self, group: Group, num_microbatches: int | None) -> Wiring:
         """That of a group of replicas with so many microbatches each; None: with all."""
-        key = (group, num_microbatches)
-        if key not in self._folded:
-            self._folded[key] = Wiring(FoldedLayout.of(self.layout, group, num_microbatches), False)
-        return self._folded[key]
+        return Wiring(FoldedLayout.of(self.layout, group, num_microbatches), False)

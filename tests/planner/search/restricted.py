@@ -35,7 +35,6 @@ class GridEstimator(Estimator):
     def is_possible(self, candidate: Candidate) -> bool:
         groups = [own for stage in candidate.stages for own in stage.groups]
         usual = not candidate.extra_in_flight and candidate.schedule is None
-        usual = usual and all(stage.state_shares == () for stage in candidate.stages)
         inside = usual and all(own.micro_batch in MICRO_BATCHES and own.tp <= 2 for own in groups)
         return inside and super().is_possible(candidate)
 
