@@ -107,7 +107,6 @@ CHANGES: dict[str, Change] = {
     "as it is": dict,
     # generators
     "no small": constant(f"{SMALL_ONES}.propose", nothing),
-    "no partition": constant("hethub.planner.generate.partition.propose", nothing),
     "no device_type_stages": constant(f"{AUTO}.stages_by_device_type", none),
     "no modes": constant(f"{AUTO}.in_modes", none),
     "no microbatches beyond the default, other schedules of cuts": constant(f"{AUTO}._add_with_slacks", as_given),
@@ -138,7 +137,6 @@ CHANGES: dict[str, Change] = {
     "descents 2": with_effort(descents=2),
     "tried_per_step 4": with_effort(tried_per_step=4),
     "steps 8": with_effort(steps=8),
-    "free_cells 250,000": with_effort(free_cells=250_000),
     "MOST_CUTS 8": constant(f"{AUTO}.MOST_CUTS", 8),
     "FAR 1.05": lambda: dict.fromkeys((f"{AUTO}.FAR", f"{LOCAL}.FAR"), 1.05),
     "FAMILY_FINALISTS 1": constant(f"{AUTO}.FAMILY_FINALISTS", 1),

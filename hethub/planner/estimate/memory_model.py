@@ -25,7 +25,6 @@ from hethub.spec.plan import Offload, Recompute, ScheduleName
 FIRST, MIDDLE, LAST, ONLY = range(4)
 ENDS = ((True, False), (False, False), (False, True), (True, True))  # whether embedding and head are there
 PROBED_MICRO_BATCHES = (1, 4, 64)
-NEVER = 1 << 40
 
 
 def position(first: bool, last: bool) -> int:
@@ -100,19 +99,6 @@ class Coefficients(NamedTuple):
         """Layers, and parts of one, that fit beside so many microbatches held and state cut into so many shards."""
         per_layer = self.layer + held * self.layer_microbatch + self.state_layer / shards
         return (capacity - (self.once + held * self.microbatch + self.state_once / shards)) / per_layer
-
-    def least_replicas(
-        self, layers: int, held: "int | np.ndarray", place: int, capacity: float, sharded: bool
-    ) -> np.ndarray:
-        """For 0, 1, … `layers` layers, the fewest replicas with which a rank fits; a huge number where none do.
-        Microbatches held may be [case, 1]."""
-        each = np.arange(layers + 1)
-        room, state = capacity - self.fixed(each, held, place), self.state(each, place)
-        if not sharded:
-            return np.where(room >= state, 1, NEVER)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            needed = np.ceil(state / room)
-        return np.where(room > 0, np.maximum(1, needed), NEVER).astype(np.int64)
 
 
 @dataclass(frozen=True)

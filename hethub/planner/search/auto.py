@@ -9,7 +9,7 @@ from typing import Any
 from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate
 from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
-from hethub.planner.generate import device_type_stages, modes, partition, small
+from hethub.planner.generate import device_type_stages, modes, small
 from hethub.planner.generate.cuts import Best, Entry, best_cuts
 from hethub.planner.generate.families import FAMILIES, Family
 from hethub.planner.generate.table import Table, tabulate
@@ -182,16 +182,13 @@ def thriftiest(problem: Problem, table: Table) -> Table:
 def promising(
     problem: Problem, incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence[Entry]
 ) -> list[Candidate]:
-    """The candidates with the smallest estimates, best first: equal cuts of all lines, then free ones where they can
-    win."""
+    """The candidates with the smallest estimates, best first: equal cuts of all lines, and of a handful of accelerators
+    every arrangement that can win."""
     costs, found = incumbent.costs, dict[Candidate, float]()
     _add_with_slacks(found, problem, incumbent, [entry.candidate(problem) for entry in cuts], effort.finalists)
     best = min(found.values(), default=float("inf"))
     cut = small.propose(problem, costs, table=table, limit_seconds=best)
     found.update((candidate, costs.seconds(candidate)) for candidate in incumbent.while_in_time(cut))
-    if problem.constraints.dp is None and not incumbent.out_of_time:
-        free = partition.propose(problem, costs, table=table, limit_seconds=best, most_cells=effort.free_cells)
-        _add_with_slacks(found, problem, incumbent, list(incumbent.while_in_time(free)), effort.finalists)
     ranked = sorted(found, key=found.__getitem__)
     shapes = {candidate.shape: candidate for candidate in reversed(ranked)}  # the best of every arrangement of units
     unlike = sorted(shapes.values(), key=found.__getitem__)

@@ -10,7 +10,6 @@ class Effort:
     """How much of the space is looked at before the answer is given."""
 
     cuts: int  # kept by rough estimate
-    free_cells: int  # of the dynamic programme over lines with free numbers of replicas
     finalists: int  # evaluated by the predictor
     descents: int  # by estimates alone, before the evaluator sees any
     climbs: int
@@ -30,29 +29,28 @@ def effort_for(problem: Problem) -> Effort:
         # Few and small microbatches, where estimates are furthest off: many ways down, and the evaluator sees what they
         # say is half as long again.
         return Effort(
-            cuts=96, free_cells=2_000_000, finalists=32, descents=32, climbs=8, arrangements=16, pairs=64, steps=40,
+            cuts=96, finalists=32, descents=32, climbs=8, arrangements=16, pairs=64, steps=40,
             tried_per_step=64, microbatches=200_000, uphill=1.6, optimism=0.75,
         )  # fmt: skip
     alike = len(problem.device_types) == 1  # where fewer changes lead anywhere
     if problem.size <= 8 and not alike:
         return Effort(
-            cuts=96, free_cells=2_000_000, finalists=48, descents=8, climbs=4, arrangements=8, steps=16,
+            cuts=96, finalists=48, descents=8, climbs=4, arrangements=8, steps=16,
             tried_per_step=16, microbatches=200_000, uphill=1.3, optimism=0.8,
         )  # fmt: skip
     if problem.size <= 16:
         return Effort(
-            cuts=96, free_cells=2_000_000, finalists=8 if alike else 24, descents=2 if alike else 8,
+            cuts=96, finalists=8 if alike else 24, descents=2 if alike else 8,
             climbs=2 if alike else 4, steps=16, tried_per_step=8, microbatches=200_000, uphill=1.02,
             optimism=0.98 if alike else 0.9,
         )  # fmt: skip
     if problem.size <= 512:
         return Effort(
-            cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=2, steps=16, tried_per_step=4 if alike else 6,
+            cuts=64, finalists=8, descents=4, climbs=2, steps=16, tried_per_step=4 if alike else 6,
             microbatches=200_000, uphill=1.004, behind=1.15 if alike else 1.05,
         )  # fmt: skip
     return Effort(
         cuts=64,
-        free_cells=500_000,
         finalists=8,
         descents=2 if alike else 3,
         climbs=1,

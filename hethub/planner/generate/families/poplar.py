@@ -77,14 +77,10 @@ def _is_allowed(problem: Problem) -> bool:
 def _peak(problem: Problem, unit_costs: UnitCosts, device_type: int, recompute: Recompute, zero: int) -> int | None:
     """The micro-batch at which an accelerator of the device type is fastest among those that fit; None where none does."""
     layers = problem.model.layers
-    capacity = problem.capacity(device_type)
+    capacity, shards = problem.capacity(device_type), problem.size if zero else 1
+    memory = {b: unit_costs.coefficients(device_type, 1, b, recompute) for b in problem.micro_batches}
     fitting = [
-        b
-        for b in problem.micro_batches
-        if unit_costs.coefficients(device_type, 1, b, recompute).least_replicas(layers, 1, ONLY, capacity, zero > 0)[
-            layers
-        ]
-        <= problem.size
+        b for b, own in memory.items() if own.fixed(layers, 1, ONLY) + own.state(layers, ONLY) / shards <= capacity
     ]
     most = -(-problem.batch.global_batch // problem.size) * 4  # beyond a few even shares nobody gets a whole microbatch
     able = [b for b in fitting if b <= problem.at_most(device_type, most)]
