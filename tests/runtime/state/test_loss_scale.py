@@ -21,6 +21,15 @@ def test_loss_scale_halves_on_overflow_and_doubles_after_patience() -> None:
     assert (plain.value, plain.dynamic) == (1.0, False)
 
 
+def test_a_runs_scale_doubles_with_the_thousandth_good_step() -> None:
+    scale = LossScale("fp16", initial=8.0)
+    seen = []
+    for _ in range(1001):
+        scale.update(overflow=False)
+        seen.append(scale.value)
+    assert seen == [8.0] * 999 + [16.0] * 2
+
+
 @pytest.mark.parametrize(("tokens", "power"), [(128, 16), (4096, 16), (8191, 16), (8192, 17), (2**20, 24), (2**24, 28)])
 def test_a_token_counts_as_much_in_large_steps(tokens: int, power: int) -> None:
     """The backward starts at the scale over the step's tokens: of 2^24 tokens it was 1/256, where fp16 loses small gradients."""

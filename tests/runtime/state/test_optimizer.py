@@ -189,3 +189,18 @@ def test_a_step_scales_gradients_on_its_way() -> None:
         ((own_pass, worst),) = run_ranks(1, clipped_step, Case(name="clip", stages=ONE, precision=precision))
         assert own_pass == apart
         assert worst <= tolerance
+
+
+def owned_runs(world: Any, case: Case) -> tuple[int, int, int]:
+    """How many pieces this rank steps a part of, how many runs that is on the flat axis, and how many it steps."""
+    trainer = build_trainer(world, case)
+    owned = [found for piece in trainer.reducer.pieces if (found := piece.piece.owned_runs(world.rank))]
+    return len(owned), sum(map(len, owned)), len(trainer.optimizer.runs)
+
+
+def test_runs_that_touch_in_storage_are_stepped_as_one() -> None:
+    """However often a cut tensor parts them on the flat axis: each would be a tensor more for every pass over them."""
+    case = Case(name="tp2", stages=[stage((0, 4), replica([0, 1], 8, 4))], bucket_elements=1 << 20)
+    for pieces, apart, stepped in run_ranks(2, owned_runs, case):
+        assert apart > pieces
+        assert stepped == pieces

@@ -1,0 +1,71 @@
+"""Sums of gradients over replicas are under way while backward goes on with the layers before."""
+
+from typing import Any
+
+import pytest
+
+from hethub.runtime.state import reduction
+from hethub.spec.layout.execution import Kind
+from tests.support.layouts import Case, build_trainer, replica, stage
+from tests.support.ranks import run_ranks
+
+BEGIN, WAIT, ENTER = "begin", "wait", "enter"
+
+
+class Logged:
+    """A sum under way; the log says when somebody waits for it, and for which layer's bucket."""
+
+    def __init__(self, work: Any, log: list[tuple[str, int]], layer: int) -> None:
+        self._work, self._log, self._layer = work, log, layer
+
+    def wait(self) -> None:
+        self._log.append((WAIT, self._layer))
+        self._work.wait()
+
+
+def log_step(world: Any, case: Case) -> list[tuple[str, int]]:
+    """The sums of matrices' gradients that a step of this rank begins and waits for, and the layers it goes back through."""
+    trainer, log = build_trainer(world, case), list[tuple[str, int]]()
+    begin, enter = reduction.LocalPiece.start_reduction, trainer.pace.enter
+
+    def start_reduction(piece: reduction.LocalPiece, flat: Any) -> Any:
+        work = begin(piece, flat)
+        if work is None or not piece.bucket.decays:
+            return work
+        log.append((BEGIN, piece.bucket.layer))
+        return Logged(work, log, piece.bucket.layer)
+
+    def enter_layer(kind: Kind, layer: int) -> None:
+        if kind is Kind.BACKWARD:
+            log.append((ENTER, layer))
+        enter(kind, layer)
+
+    reduction.LocalPiece.start_reduction = start_reduction  # type: ignore[method-assign]
+    trainer.pace.enter = enter_layer  # type: ignore[method-assign]
+    trainer.run_step(1)
+    return log
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_layers_sum_is_begun_before_the_layer_before_it_and_waited_for_behind_all(zero: int) -> None:
+    case = Case(name="sums", stages=[stage((0, 4), replica([0], 4, 4), replica([1], 4, 4), zero=zero)])
+    for log in run_ranks(2, log_step, case):
+        begun = [layer for what, layer in log if what == BEGIN]
+        assert set(begun) == set(range(4))
+        assert begun == sorted(begun, reverse=True) == [layer for what, layer in log if what == WAIT]
+        for layer in range(1, 4):
+            assert log.index((BEGIN, layer)) < log.index((ENTER, layer - 1))
+        assert all(log.index((WAIT, layer)) > log.index((ENTER, 0)) for layer in range(4))
+
+
+def test_a_units_sum_is_begun_before_the_one_before_it_is_waited_for() -> None:
+    """Under ZeRO 2 two are under way, and never three."""
+    case = Case(name="sums", stages=[stage((0, 4), replica([0], 4, 4), replica([1], 4, 4), zero=2)])
+    for log in run_ranks(2, log_step, case):
+        under_way, most = set[int](), 0
+        for what, layer in log:
+            if what != ENTER:
+                under_way = under_way | {layer} if what == BEGIN else under_way - {layer}
+            most = max(most, len(under_way))
+        assert under_way == set()
+        assert most == 2
