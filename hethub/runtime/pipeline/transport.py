@@ -100,7 +100,6 @@ class Transport:
             for turn, (place, transfer) in enumerate(found)
         }
         self._num_posted = dict.fromkeys(self._expected, 0)
-        self._posted: set[Place] = set()
         self._num_loading = LOADING if world.device.is_gpu else 0  # steps to come that post no receive ahead
         sends = {
             peer_of(layout, kind, transfer, sends=True)
@@ -138,12 +137,12 @@ class Transport:
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             soon = [(kind, act.chunk, act.microbatch) for act in upcoming if act.kind is kind and act.microbatch]
             for place in soon[:LOOKAHEAD]:
-                if place in self._incoming and place not in self._posted:
-                    self._posted.add(place)
+                if place in self._incoming:
                     self._expect(place)
 
     def _expect(self, place: Place) -> None:
-        """Posts a microbatch's receives on the replica's leader, behind those of all that their senders send before."""
+        """Posts a microbatch's receives on the replica's leader, behind those of all that their senders send before;
+        those that are posted already not again."""
         kind, _, microbatch = place
         self._arrival(place)
         if self.layout.leader(microbatch) != self.assignment.rank:
@@ -215,7 +214,6 @@ class Transport:
         assert not self._handed
         assert self._num_posted == {peer: len(found) for peer, found in self._expected.items()}
         self._num_posted = dict.fromkeys(self._expected, 0)
-        self._posted.clear()
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()
