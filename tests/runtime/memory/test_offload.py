@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hethub.runtime.pipeline.passes import MicrobatchPass, _OffloadedGraph
 from tests.support.layouts import MODEL, Case, Shards, build_trainer, replica, shards, stage
 from tests.support.ranks import run_ranks
 
@@ -119,3 +120,29 @@ def test_offloaded_activations_train_the_same_model_in_less_memory(name: str) ->
     here, there = results[False][0], results[True][0]
     assert there[4] > 0.4 * here[2]  # the host holds what the device no longer does
     assert there[2] < (0.9 if name in ("full", "documents") else 0.6) * here[2]
+
+
+def on_the_way(world: Any, case: Case) -> list[bool]:
+    """By microbatch, whether what its backward needs first is on its way to the device when that begins."""
+    trainer, found, backward = build_trainer(world, case), list[bool](), MicrobatchPass.backward
+
+    def watched(microbatch: MicrobatchPass, *args: Any, **named: Any) -> Any:
+        last: Any = microbatch._through[-1]
+        layer = last.offloaded if isinstance(last, _OffloadedGraph) else last.source._layer
+        found.append(bool(layer._coming))
+        return backward(microbatch, *args, **named)
+
+    MicrobatchPass.backward = watched  # type: ignore[method-assign]
+    trainer.run_step(1)
+    return found
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_backwards_activations_are_fetched_beside_the_action_before_it(recompute: str) -> None:
+    """Behind a forward of another microbatch and behind a backward; where its own forward is before it, there is none."""
+    more = {"offload": ["activations"], "recompute": recompute}
+    stages = [stage((0, 2), replica([0], 8, 2), **more), stage((2, 4), replica([1], 8, 2), **more)]
+    first, last = run_ranks(2, on_the_way, Case(name="1f1b", stages=stages))
+    assert first == [True] * 4
+    assert last == [False] * 4
+    assert run_ranks(2, on_the_way, Case(name="gpipe", stages=stages, schedule="gpipe")) == [[True] * 4] * 2

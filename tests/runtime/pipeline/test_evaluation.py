@@ -37,6 +37,10 @@ CASES = [
         schedule="ministages",
     ),
     Case(
+        name="zero 3 in rounds, two of them without a microbatch on rank 1",
+        stages=[stage((0, 4), replica([0], 6, 2), replica([1], 2, 2), zero=3)],
+    ),
+    Case(
         name="rank 0 unused",
         stages=[stage((0, 2), replica([1], 8, 2)), stage((2, 4), replica([2], 8, 2))],
         unused=(0,),
