@@ -15,6 +15,7 @@ from tests.support.ranks import run_ranks
 def test_counts_what_a_known_graph_keeps_and_returns_to_zero() -> None:
     weight = torch.randn(30, 20, requires_grad=True)
     meter = MemoryMeter([weight])
+    assert meter.live_bytes == meter.peak_bytes == 0
     x = torch.randn(10, 30)
     with meter.counting():
         hidden = x @ weight  # keeps x (10 x 30); the weight is counted elsewhere
@@ -75,6 +76,16 @@ def test_a_recomputed_block_keeps_its_input_until_its_backward() -> None:
         del result, leaf
         assert meter.live_bytes == 0
     assert kept == {False: 5 * 64 * 4, True: 64 * 4}
+
+
+def test_the_first_two_steps_are_counted_and_no_later_one_is_slowed() -> None:
+    meter, leaf, counted = MemoryMeter([]), torch.randn(16, requires_grad=True), []
+    for _ in range(4):
+        with meter.counting_step():
+            result = leaf.exp()
+        counted.append(meter.live_bytes)
+        del result
+    assert counted == [4 * 16, 4 * 16, 0, 0]
 
 
 def live_and_peak(world: Any, case: Case) -> tuple[int, int, int]:

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from hethub.runtime.checkpoint.elements import snapshot
+from hethub.runtime.memory.accounting import MemoryMeter
+from hethub.runtime.memory.activation_offload import OffloadedLayer
 from hethub.runtime.memory.allocator import map_large_blocks, return_free_pages
+from hethub.runtime.memory.host_arena import HostArena
 from tests.support.layouts import Case, build_trainer, replica, stage
 from tests.support.ranks import run_ranks
 
@@ -54,6 +57,35 @@ def test_pages_of_freed_small_blocks_can_be_returned() -> None:
     ((kept, left),) = run_ranks(1, small_blocks)
     assert kept > 24 * MB
     assert left < 2 * MB
+
+
+def offloaded_blocks(world: Any) -> tuple[int, int]:
+    """What a process still holds on the device's side of two layers' small tensors: when they have left, and of one that
+    was back when the other comes."""
+    map_large_blocks()
+    arena, meter, layers = HostArena(world.device), MemoryMeter([]), []
+    before, above = anonymous_bytes(), []
+    for number in (64, 1):
+        layer = OffloadedLayer(arena, meter)
+        packed = [layer.pack(torch.ones(64 * 1024)) for _ in range(number)]
+        above.append(torch.ones(64 * 1024))
+        layer.end()
+        layers.append((layer, packed))
+    left = anonymous_bytes() - before
+    (layer, packed), (other, _) = layers
+    assert all(bool((layer.unpack(each) == 1).all()) for each in packed)
+    above.append(torch.ones(64 * 1024))
+    del layer
+    del layers[0]
+    other.prefetch()
+    return left, anonymous_bytes() - before
+
+
+def test_what_is_offloaded_leaves_no_holes_on_the_device_s_side() -> None:
+    """Of 16 MiB each time, below a block that stays; on a CPU that side is the process's own heap."""
+    ((left, back),) = run_ranks(1, offloaded_blocks)
+    assert left < 3 * MB
+    assert back < 3 * MB
 
 
 def copies_of_a_checkpoint(world: Any) -> list[bool]:
