@@ -156,6 +156,7 @@ def test_the_hosts_memory_is_found_and_shared_by_the_nodes_on_it():
         ("3:cpu,memory:/job\n2:pids:/\n0::/\n", {"memory/job/memory.limit_in_bytes": "8192\n"}, 8192),
         ("3:memory:/outside\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
         ("3:memory:/outside\n", {"memory/memory.limit_in_bytes": "4096\n"}, 4096),  # inside a container
+        ("0::/job\n", {"job/memory.max": "max\n", "../memory.max": "4096\n"}, None),  # above where groups are mounted
         (None, {}, None),
     ],
 )
