@@ -6,7 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from hethub.kernels.device import choose_device
+from hethub.runtime.memory.accounting import MemoryMeter
+from hethub.runtime.memory.activation_offload import OffloadedLayer
+from hethub.runtime.memory.host_arena import HostArena
 from hethub.runtime.pipeline.passes import MicrobatchPass, _OffloadedGraph
 from tests.support.layouts import MODEL, Case, Shards, build_trainer, replica, shards, stage
 from tests.support.ranks import run_ranks
@@ -120,6 +125,18 @@ def test_offloaded_activations_train_the_same_model_in_less_memory(name: str) ->
     here, there = results[False][0], results[True][0]
     assert there[4] > 0.4 * here[2]  # the host holds what the device no longer does
     assert there[2] < (0.9 if name in ("full", "documents") else 0.6) * here[2]
+
+
+def test_masks_and_what_is_counted_elsewhere_stay_where_they_are() -> None:
+    weight, mask = torch.randn(8, dtype=torch.float64), torch.arange(8) % 3 == 0
+    x = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    arena = HostArena(choose_device(0, 1, kind="cpu"))
+    layer = OffloadedLayer(arena, MemoryMeter([weight]))
+    with layer.saving():
+        result = (x * weight).masked_fill(mask, 0.0).exp()
+    assert arena.live_bytes == result.nbytes  # what exp keeps
+    result.sum().backward()
+    assert torch.equal(x.grad, torch.where(mask, 0.0, (x * weight).exp() * weight))
 
 
 def on_the_way(world: Any, case: Case) -> list[bool]:
