@@ -74,3 +74,24 @@ def test_a_layer_waits_for_its_own_weights_alone(stages: list[dict[str, Any]], s
             assert all(log.index((WAIT, own)) < first for own in layers if own <= layer)
             assert layer == 0 or log.index((WAIT, layer)) > log.index((ENTER, layer - 1))
         assert set(entered) == set(range(max(entered) + 1))
+
+
+def started(world: Any, case: Case) -> list[tuple[bool, int]]:
+    """The gathers that a step of this rank starts, in order: whether of matrices, and for which layer."""
+    trainer, found, begin = build_trainer(world, case), list[tuple[bool, int]](), reduction.LocalPiece.start_gather
+
+    def start_gather(piece: reduction.LocalPiece, flat: Any) -> Any:
+        found.append((piece.bucket.decays, piece.bucket.layer))
+        return begin(piece, flat)
+
+    reduction.LocalPiece.start_gather = start_gather  # type: ignore[method-assign]
+    trainer.run_step(1)
+    return found
+
+
+def test_weights_are_sent_in_the_order_in_which_the_next_forward_needs_them() -> None:
+    """Norms, which are waited for at once, before all: one at a time a library carries what it is given first."""
+    for found in run_ranks(2, started, Case(name="gathers", stages=[stage((0, 4), *PAIR, zero=1)])):
+        assert found == sorted(found)
+        assert {layer for decays, layer in found if decays} == set(range(4))
+        assert not found[0][0]
