@@ -152,7 +152,7 @@ class Estimator:
         blank = np.arange(depth) < first[:, None]
         stages = self._stages(candidates, table, blank)
         filled = np.array([self.pattern(candidate).schedule == "zero_bubble" for candidate in candidates])
-        trips = in_flight.round_trips(stages.microbatch, stages.microstep, stages.largest, p2p_seconds)
+        trips = in_flight.round_trips(stages.microbatch, stages.microstep, p2p_seconds)
         return _SideBySide(candidates, table, first, blank, stages, p2p_seconds, trips, filled)
 
     def _seconds(self, own: "_SideBySide", held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -267,7 +267,7 @@ class Estimator:
             rows = self._rows.of(own.candidates, repeat(plainly, len(own.candidates)))
             table = [blanks * row[:1] + row for blanks, row in zip(own.first.tolist(), rows, strict=True)]
             plain = self._stages(own.candidates, np.array(table), own.blank)
-            trips = in_flight.round_trips(plain.microbatch, plain.microstep, plain.largest, own.p2p_seconds)
+            trips = in_flight.round_trips(plain.microbatch, plain.microstep, own.p2p_seconds)
         every, micro = np.ceil(plain.microbatches), plain.microstep
         pace = self.problem.batch.global_batch / plain.busy.max(axis=1)
         held = in_flight.enough_in_flight(trips, micro, pace, every)

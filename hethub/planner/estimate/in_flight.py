@@ -2,9 +2,9 @@
 hide that.
 
 For many candidates of equally many stages at once. Where stages have microbatches of unlike sizes, the largest on the
-way counts: a stage whose replicas together pass on fewer samples runs several for it. `microbatch` are seconds of one
-microbatch both ways, `microstep` samples of one on every replica, `largest` of the largest one, `held` microbatches in
-flight, all [candidate, stage]; `trips` come from `round_trips`.
+way counts: a stage with smaller ones runs several for it. `microbatch` are seconds of one microbatch both ways, `microstep`
+samples of one microbatch on every replica, `held` microbatches in flight, all [candidate, stage]; `trips` come from
+`round_trips`.
 """
 
 from functools import cache
@@ -14,27 +14,27 @@ import numpy as np
 from hethub.planner.estimate.stage_figures import StageEstimate
 
 
-def round_trips(
-    microbatch: np.ndarray, microstep: np.ndarray, largest: np.ndarray, p2p_seconds: np.ndarray
-) -> np.ndarray:
+def round_trips(microbatch: np.ndarray, microstep: np.ndarray, p2p_seconds: np.ndarray) -> np.ndarray:
     """[candidate, s, t]: for t >= s the seconds until what stage s sends down comes back from stage t, both passes of
     all on the way included; `p2p_seconds` [candidate, boundary]."""
     starts = np.zeros_like(microbatch)
     np.cumsum(microbatch[:, :-1] + 2 * p2p_seconds, axis=1, out=starts[:, 1:])
     trips = (starts + microbatch)[:, None, :] - starts[:, :, None]
-    gathering = (largest.max(axis=1, keepdims=True) > microstep).any(axis=1)
-    if gathering.any():
-        trips[gathering] += _gathered(microbatch[gathering], microstep[gathering], largest[gathering])
+    unlike = (microstep != microstep[:, :1]).any(axis=1)
+    if unlike.any():
+        trips[unlike] += _repeated(microbatch[unlike], microstep[unlike])
     return trips
 
 
-def _gathered(microbatch: np.ndarray, microstep: np.ndarray, largest: np.ndarray) -> np.ndarray:
-    """[candidate, s, t]: seconds that the stages from s to t take on further microbatches for the largest one among
+def _repeated(microbatch: np.ndarray, microstep: np.ndarray) -> np.ndarray:
+    """[candidate, s, t]: seconds that the stages from s to t take on further microbatches for one of the largest among
     them."""
-    most, beside = _largest_between(largest), np.zeros((*microstep.shape, microstep.shape[1]))
-    for size in np.unique(largest):
-        further = _largest_between(np.maximum(size / microstep - 1, 0.0) * microbatch)
-        beside = np.where(most == size, further, beside)
+    most, beside = _largest_between(microstep), np.zeros((*microstep.shape, microstep.shape[1]))
+    size = microstep.max(axis=1)[:, None]
+    while (size > microstep).any():
+        further = _largest_between((size / microstep - 1) * microbatch)
+        beside = np.where(most == size[:, :, None], further, beside)
+        size = np.where(microstep < size, microstep, 0.0).max(axis=1)[:, None]
     return beside
 
 
@@ -69,12 +69,11 @@ def slowest_cycle(
 ) -> np.ndarray:
     """[candidate]: seconds that the slowest critical cycle from its `first` stage on holds `samples` up, and of one
     microbatch through all: a microbatch's backward in stage s lets the next forward go down to stage t, where it comes
-    before the backward that answers it as many microbatches later as both hold. Nothing waits that is held at once."""
+    before the backward that answers it as many microbatches later as both hold. What is held at once waits for none."""
     behind, beyond = microstep * (held - 1), np.maximum(samples - microstep * held, 0.0)
-    apart = np.maximum((behind + microstep)[:, :-1, None] - behind[:, None, 1:], 1)
-    later = np.maximum(samples - microstep, 0.0)
-    times = np.minimum(later[:, :-1, None] / apart, np.ceil(beyond / microstep)[:, :-1, None])
-    around = (trips[:, :-1, 1:] * times * _upper(apart.shape[1])).max(axis=2)
+    apart, later = (behind + microstep)[:, :-1, None] - behind[:, None, 1:], np.maximum(samples - microstep, 0.0)
+    times = np.minimum(later[:, :-1, None] / np.maximum(apart, 1), np.ceil(beyond / microstep)[:, :-1, None])
+    around = (trips[:, :-1, 1:] * times * _upper(times.shape[1])).max(axis=2)
     around[np.arange(around.shape[1]) < np.reshape(first, (-1, 1))] = 0.0
     return around.max(axis=1) + trips[:, 0, -1]
 

@@ -38,7 +38,6 @@ class StageEstimate(NamedTuple):
     covered: np.ndarray  # from when the last replica begins its last backward until the stage is through
     microbatches: np.ndarray  # of the busiest replica
     microstep: np.ndarray  # samples of one microbatch on every replica
-    largest: np.ndarray  # samples of the largest microbatch
     reduce: np.ndarray
     tail: np.ndarray
     finish: np.ndarray  # optimizer and new weights

@@ -87,7 +87,6 @@ class StageTimes:
             busy=division.least, least=division.least, forward=forward, backward=backward,
             covered=_covered(own, division), microbatches=microbatches,
             microstep=np.minimum((own.numbers * own.micro_batches).sum(axis=1), self.problem.batch.global_batch),
-            largest=np.where(own.numbers > 0, own.micro_batches, 0).max(axis=1),
             reduce=reduce, tail=reduce * np.minimum(1.0, BUCKET_BYTES / num_bytes),
             finish=gather + self._optimizer(own, sums.parameters / own.shards.max(axis=1)) + self._stored(own, sums),
             most=np.minimum(most, _UNLIMITED),

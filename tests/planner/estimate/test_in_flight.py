@@ -19,12 +19,9 @@ from tests.oracle.question import random_question
 from tests.planner.problems import TINY, cluster, incumbent_of
 
 
-def trips_of(
-    microbatches: list[float], microsteps: list[int], p2p_seconds: list[float], replicas: int = 1
-) -> np.ndarray:
-    """[s, t] of one candidate, of whose microsteps so many replicas have a microbatch each."""
-    microstep = np.array([microsteps], dtype=float)
-    return round_trips(np.array([microbatches]), microstep, microstep / replicas, np.array([p2p_seconds]))[0]
+def trips_of(microbatches: list[float], microsteps: list[int], p2p_seconds: list[float]) -> np.ndarray:
+    """[s, t] of one candidate."""
+    return round_trips(np.array([microbatches]), np.array([microsteps], dtype=float), np.array([p2p_seconds]))[0]
 
 
 def flights_of(microsteps: list[int]) -> list[float]:
@@ -44,12 +41,6 @@ def test_smaller_microbatches_below_or_above_are_run_as_often_as_the_largest_nee
     assert trips_of([2.0, 1.0, 4.0], [2, 1, 4], [0.0, 0.0])[0].tolist() == [2.0, 3.0 + 1.0, 7.0 + 3 * 1.0]
 
 
-def test_what_replicas_pass_on_together_is_enough_for_a_microbatch_of_one_of_the_next():
-    """Two samples above, and below two replicas with two each: the first of these begins with the first microbatch."""
-    assert trips_of([4.0, 1.0], [2, 4], [0.0], replicas=2)[0].tolist() == [4.0, 5.0]
-    assert trips_of([4.0, 1.0], [2, 8], [0.0], replicas=2)[0].tolist() == [4.0, 5.0 + 4.0]
-
-
 def test_a_stage_that_holds_all_its_microbatches_waits_for_none_of_them_to_come_back():
     trips, microstep = trips_of([1.0, 1.0], [1, 1], [1.0])[None], np.ones((1, 2))
     around = [slowest_cycle(trips, microstep, np.array([[held, 1.0]]), 4)[0] for held in (4, 3, 2)]
@@ -59,7 +50,7 @@ def test_a_stage_that_holds_all_its_microbatches_waits_for_none_of_them_to_come_
 def test_candidates_estimated_together_are_estimated_as_alone():
     microsteps = [[4, 4, 4], [4, 1, 2], [1, 3, 2]]
     microbatches, p2p_seconds = np.array([[3.0, 2.0, 1.0], [1.0, 4.0, 2.0], [2.0, 2.0, 5.0]]), np.full((3, 2), 0.25)
-    together = round_trips(microbatches, *2 * (np.array(microsteps, dtype=float),), p2p_seconds)
+    together = round_trips(microbatches, np.array(microsteps, dtype=float), p2p_seconds)
     for index, microstep in enumerate(microsteps):
         alone = trips_of(microbatches[index].tolist(), microstep, p2p_seconds[index].tolist())
         assert np.allclose(np.triu(together[index]), np.triu(alone), rtol=1e-12)
@@ -74,7 +65,7 @@ def test_default_flights_are_the_depth_where_microbatches_are_alike():
 @pytest.mark.parametrize("microsteps", [(2, 2, 2), (4, 2, 1), (1, 2, 4), (3, 5, 2)])
 def test_enough_flights_let_no_circuit_be_slower_than_the_pace(microsteps):
     microstep = np.array([microsteps], dtype=float)
-    trips = round_trips(microstep, microstep, microstep, np.array([[0.1, 0.2]]))
+    trips = round_trips(microstep, microstep, np.array([[0.1, 0.2]]))
     many = np.full(microstep.shape, float(1 << 20))
     held = enough_in_flight(trips, microstep, np.ones(1), many)
     assert slowest_cycle(trips, microstep, held, 1000) <= 1000 + trips[0, 0, -1]
@@ -85,7 +76,7 @@ def test_enough_flights_let_no_circuit_be_slower_than_the_pace(microsteps):
 def test_what_a_stage_sends_until_the_first_is_back_is_what_zb_h2_holds_where_stages_are_alike():
     """2 p - 1 on the first of p stages, two fewer on each behind it (arXiv 2401.10241)."""
     seconds, microstep = np.full((1, 4), 2.0), np.full((1, 4), 3.0)
-    until_back = round_trips(seconds, microstep, microstep, np.zeros((1, 3)))[:, :, -1] - seconds
+    until_back = round_trips(seconds, microstep, np.zeros((1, 3)))[:, :, -1] - seconds
     assert sent_until_back(until_back, seconds / 2, microstep)[0].tolist() == [7, 5, 3, 1]
 
 
