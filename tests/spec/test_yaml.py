@@ -118,7 +118,7 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"this is a folder; name a tree file here, the one in it perhaps\."):
         read_yaml(tmp_path, "tree file")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(BadInput, match=r"binary\.yaml: the tree file cannot be read: .*utf-8"):
+    with pytest.raises(BadInput, match=r"binary\.yaml: the tree file cannot be read as UTF-8: .*utf-8"):
         read_yaml(tmp_path / "binary.yaml", "tree file")
 
 

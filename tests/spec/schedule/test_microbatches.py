@@ -64,11 +64,13 @@ def test_dealing_by_hand() -> None:
 
 
 def test_fractions_that_are_one_float_are_dealt_apart() -> None:
-    """(2^27 - 1) / (2^28 - 1) is the smaller one, by less than a float tells; a tie would deal what is listed first."""
-    wide = (
-        ReplicaSpec(ranks=(0,), micro_batch=2**27, samples=2**28 + 1),
-        ReplicaSpec(ranks=(1,), micro_batch=2**27 - 1, samples=2**28 - 1),
-    )
+    """(2^27 - 1) / (2^28 - 1) is the smaller one, by less than a float tells; a tie would deal what is listed first. More
+    samples than a file may say."""
+    sizes = ((2**27, 2**28 + 1), (2**27 - 1, 2**28 - 1))
+    wide = [
+        ReplicaSpec(ranks=(rank,), micro_batch=1, samples=1).unchecked(micro_batch=micro_batch, samples=samples)
+        for rank, (micro_batch, samples) in enumerate(sizes)
+    ]
     assert len({spec.micro_batch / spec.samples for spec in wide}) == 1
     dealt = [(microbatch.replica, *microbatch.samples) for microbatch in deal(wide).microbatches(0)]
     assert dealt == naive_deal(wide)
