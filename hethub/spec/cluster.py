@@ -54,15 +54,14 @@ class NodeSpec(Spec):
                 f"reserved_memory_gb {self.reserved_memory_gb:g} leaves nothing of the {device.memory_gb:g} GiB of {device.name}; "
                 "reserve less."
             )
-        if self.hosts is not None and len(self.hosts) != self.count:
+        if self.hosts is None:
+            return self
+        if len(self.hosts) != self.count:
             raise ValueError(
                 f"{len(self.hosts)} hosts for a count of {self.count} machines; name one host per machine."
             )
-        for index, host in enumerate(self.hosts or ()):
-            if not host or set(host) & set(" \t\n,") or host in (self.hosts or ())[:index]:
-                raise ValueError(
-                    f"hosts are {list(self.hosts or ())}; give each machine its own name, without spaces or commas."
-                )
+        if len({*self.hosts}) < self.count or any(not host or {*host} & {*" \t\n,"} for host in self.hosts):
+            raise ValueError(f"hosts are {list(self.hosts)}; give each machine its own name, without spaces or commas.")
         return self
 
     @cached_property

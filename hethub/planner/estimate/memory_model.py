@@ -83,17 +83,17 @@ class Coefficients(NamedTuple):
             layer_microbatch=micro_batch * self.layer_microbatch,
         )
 
-    def fixed(self, layers: "int | np.ndarray", held: "int | np.ndarray", place: int) -> "float | np.ndarray":
+    def fixed(self, layers: int, held: int, place: int) -> float:
         """Bytes whatever the replicas."""
-        return (
+        return float(
             self.once[place]
             + self.layer[place] * layers
             + held * (self.microbatch[place] + self.layer_microbatch[place] * layers)
         )
 
-    def state(self, layers: "int | np.ndarray", place: int) -> "float | np.ndarray":
+    def state(self, layers: int, place: int) -> float:
         """Bytes of state, before replicas share it."""
-        return self.state_once[place] + self.state_layer[place] * layers
+        return float(self.state_once[place] + self.state_layer[place] * layers)
 
     def most_layers(self, held: np.ndarray, shards: "int | np.ndarray", capacity: "float | np.ndarray") -> np.ndarray:
         """Layers, and parts of one, that fit beside so many microbatches held and state cut into so many shards."""

@@ -138,10 +138,11 @@ class CheckpointFolder:
 
     def _failed(self, what: str, failures: dict[int, Any]) -> RunFailed:
         causes = "; ".join(f"rank {rank}: {cause}" for rank, cause in failures.items())
+        remedy = " Make room or allow it there." if "[Errno" in causes else ""  # the system's refusal, whoever tells it
         return RunFailed.everywhere(
             self._world.rank,
             f"{what} could not be written: {causes}. What was complete before in {self.folder} is untouched; this one is "
-            f"removed.{' Make room or allow it there.' if '[Errno' in causes else ''}",
+            f"removed.{remedy}",
         )
 
     def latest(self, step: int | None = None) -> Path | None:

@@ -13,7 +13,7 @@ WAIT, ENTER = "wait", "enter"
 
 
 class Logged:
-    """A gather under way; the log says when somebody waits for it, and for which layer's bucket."""
+    """A collective under way; the log says when somebody waits for it, and for which layer's bucket."""
 
     def __init__(self, work: Any, log: list[tuple[str, int]], layer: int) -> None:
         self._work, self._log, self._layer = work, log, layer

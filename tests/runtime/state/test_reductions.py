@@ -6,21 +6,11 @@ import pytest
 
 from hethub.runtime.state import reduction
 from hethub.spec.layout.execution import Kind
+from tests.runtime.state.test_gathers import ENTER, WAIT, Logged
 from tests.support.layouts import Case, build_trainer, replica, stage
 from tests.support.ranks import run_ranks
 
-BEGIN, WAIT, ENTER = "begin", "wait", "enter"
-
-
-class Logged:
-    """A sum under way; the log says when somebody waits for it, and for which layer's bucket."""
-
-    def __init__(self, work: Any, log: list[tuple[str, int]], layer: int) -> None:
-        self._work, self._log, self._layer = work, log, layer
-
-    def wait(self) -> None:
-        self._log.append((WAIT, self._layer))
-        self._work.wait()
+BEGIN = "begin"
 
 
 def log_step(world: Any, case: Case) -> list[tuple[str, int]]:
