@@ -26,7 +26,6 @@ from hethub.planner.problem.problem import Batch, Problem
 from hethub.planner.result import FamilyRow, PlanResult, RunnerUp
 from hethub.planner.search.auto import add_whole_plans, search, search_family
 from hethub.planner.search.effort import effort_for
-from hethub.planner.search.left_out import leave_out
 from hethub.predictor import Prediction
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
@@ -87,7 +86,7 @@ def plan(
         strategy=strategy,
         outlook=outlook,
         best_on_point=None if best is fastest else _runner_up(fastest, best, outlooks),
-        runners_up=tuple(_runner_up(own, best, outlooks) for own in islice(_unlike(problem, incumbent, best), top)),
+        runners_up=tuple(_runner_up(own, best, outlooks) for own in _others(problem, incumbent, best, top)),
         not_searched=not_searched(problem),
         homogeneous_parts=alone or (),
         families=tuple(_row(name, evaluation, best) for name, evaluation in rows.items()),
@@ -183,8 +182,8 @@ def find(problem: Problem, incumbent: Incumbent, strategy: str) -> Evaluation | 
         search_exhaustively(problem, incumbent)
         return add_whole_plans(problem, incumbent)
     if strategy == "auto":
-        search(problem, incumbent, effort_for(problem))
-        return leave_out(problem, incumbent) or (_first_fitting(problem, incumbent) if incumbent.out_of_time else None)
+        found = search(problem, incumbent, effort_for(problem))
+        return found or (_first_fitting(problem, incumbent) if incumbent.out_of_time else None)
     return search_family(problem, incumbent, FAMILIES[strategy])
 
 
@@ -225,6 +224,16 @@ def _unlike(problem: Problem, incumbent: Incumbent, other: Evaluation) -> Iterat
         if shape not in seen and _binds(problem, evaluation):
             seen.add(shape)
             yield evaluation
+
+
+def _others(problem: Problem, incumbent: Incumbent, best: Evaluation, top: int) -> list[Evaluation]:
+    """So many of the plans that are unlike the best one and each other; where it leaves accelerators unused, one that
+    leaves none among them, which tells why."""
+    unlike = _unlike(problem, incumbent, best)
+    found = list(islice(unlike, top))
+    if found and best.plan.unused and all(own.plan.unused for own in found):
+        found[-1] = next((own for own in unlike if not own.plan.unused), found[-1])
+    return found
 
 
 def _runner_up(evaluation: Evaluation, best: Evaluation, outlooks: Outlooks) -> RunnerUp:

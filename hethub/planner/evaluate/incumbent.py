@@ -16,8 +16,8 @@ STEADY = 1.05  # times the best step: up to there a plan may still have the smal
 class Incumbent:
     """The best of the candidates that were tried, each evaluated once, and the runners-up."""
 
-    def __init__(self, evaluator: Evaluator, to_beat: float = float("inf")) -> None:
-        self.evaluator, self.to_beat = evaluator, to_beat  # seconds of a step that is known without this search
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator = evaluator
         self.tried: dict[Candidate, Evaluation | None] = {}
         self.fitting: dict[Candidate, Evaluation] = {}
         self.start: Evaluation | None = None  # the best before the search
@@ -37,11 +37,6 @@ class Incumbent:
     @property
     def out_of_time(self) -> bool:
         return self.limit_seconds is not None and time.perf_counter() - self._started > self.limit_seconds
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Of the time limit, if there is one."""
-        return self.limit_seconds and self.limit_seconds - (time.perf_counter() - self._started)
 
     def while_in_time(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
         """The candidates until time is up: no more are made then."""
@@ -75,8 +70,8 @@ class Incumbent:
 
     @property
     def best_seconds(self) -> float:
-        """The step of the fastest plan that fits, or the one to beat; infinite where there is neither."""
-        return min(self.best.seconds, self.to_beat) if self.best else self.to_beat
+        """The step of the fastest plan that fits; infinite where there is none."""
+        return self.best.seconds if self.best else float("inf")
 
     @property
     def ranked(self) -> list[Evaluation]:

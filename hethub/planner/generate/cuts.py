@@ -109,7 +109,7 @@ def best_cuts(problem: Problem, table: Table, number: int, *, by_depth: bool = F
     A setting is not cut where one microbatch's way through all layers and the busy time of perfect balance exceed the
     worst kept, or the best by more than the estimate can err.
     """
-    tried = orders(problem)
+    tried = orders(problem, table.used)
     lines = _all_lines(problem, table, len(tried))
     least = table.bound[lines.rows] + table.through[lines.rows] * (1 - 2 / (lines.stages + 1))
     ranked = np.argsort(least, kind="stable")
@@ -166,7 +166,9 @@ def _is_pure(table: Table, lines: Lines) -> np.ndarray:
 def compositions(table: Table, lines: Lines, tried: Sequence[tuple[int, ...]]) -> Arrangements:
     """The replicas of each sort in each of the lines' stages."""
     counts, device_types, stages = table.counts[lines.rows], table.device_types[lines.rows], Stages(lines.stages)
-    rank = np.array([[order.index(device_type) for device_type in range(len(order))] for order in tried])
+    rank = np.zeros((len(tried), device_types.max() + 1), dtype=np.int64)
+    for index, order in enumerate(tried):
+        rank[index, list(order)] = range(len(order))
     place = rank[np.maximum(lines.orders, 0)[:, None], device_types] * counts.shape[1] + np.arange(counts.shape[1])
     before = place[:, None, :] < place[:, :, None]  # [line, sort, other]: whether the other comes first
     start = (before * counts[:, None, :]).sum(axis=2)
@@ -193,7 +195,7 @@ class _Found:
     def entry(self, index: int) -> Entry:
         row, order, stages = (int(part[index]) for part in self.lines)
         beside = order == SIDE_BY_SIDE
-        device_types = tuple(range(len(self.tried[0]))) if beside else self.tried[order]
+        device_types = tuple(sorted(self.table.used)) if beside else self.tried[order]
         return Entry(
             seconds=float(self.seconds[index]),
             row=row,

@@ -5,7 +5,7 @@ programming over the device types, from the last stage to the first, finds for e
 so that a microbatch passes through soonest; for all goals at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from itertools import product
 from typing import NamedTuple
 
@@ -33,18 +33,12 @@ def propose(
     balanced_seconds = float(table.bound[0])  # what perfect balance takes
     deadlines = [balanced_seconds * times for times in DEADLINES if balanced_seconds * times < limit_seconds]
     microsteps = [microstep for microstep in MICROSTEPS if LEAST_MICROSTEPS * microstep <= problem.batch.global_batch]
-    if len(problem.device_types) == 1 or not deadlines or not microsteps:
+    if len(table.used) == 1 or not deadlines or not microsteps:
         return []
     seconds, microstep = zip(*product(deadlines, range(len(microsteps))), strict=True)
     goals = Goals(np.array(seconds), np.array(microstep), np.array(microsteps))
-    device_types = [
-        DeviceTypeLayouts(problem, costs, device_type, goals) for device_type in range(len(problem.device_types))
-    ]
-    return (
-        TaskGraph(problem, device_types, goals).candidates()
-        if all(device_type.layouts for device_type in device_types)
-        else []
-    )
+    layouts = {own: DeviceTypeLayouts(problem, costs, own, goals) for own in sorted(table.used)}
+    return SubsetSearch(problem, layouts, goals).candidates() if all(own.layouts for own in layouts.values()) else []
 
 
 class _State(NamedTuple):
@@ -55,12 +49,13 @@ class _State(NamedTuple):
     front: np.ndarray
 
 
-class TaskGraph:
+class SubsetSearch:
     """The dynamic programme over sets of device types."""
 
-    def __init__(self, problem: Problem, device_types: Sequence[DeviceTypeLayouts], goals: Goals) -> None:
+    def __init__(self, problem: Problem, device_types: Mapping[int, DeviceTypeLayouts], goals: Goals) -> None:
         self.problem, self.device_types, self.goals = problem, device_types, goals
-        self.layers, self.all = problem.model.layers, DeviceTypes(range(len(device_types)))
+        self.layers, self.all = problem.model.layers, DeviceTypes(device_types)
+        self.depth = next(iter(device_types.values())).depth
         self.states = {DeviceTypes(): self._nothing()}
         self.states[DeviceTypes()].seconds[:, 0, 0] = 0.0
 
@@ -89,12 +84,12 @@ class TaskGraph:
         return list(found)
 
     def _nothing(self) -> _State:
-        shape = (len(self.goals.seconds), self.device_types[0].depth + 1, self.layers + 1)
+        shape = (len(self.goals.seconds), self.depth + 1, self.layers + 1)
         return _State(np.full(shape, np.inf), np.zeros((*shape, 3), dtype=np.int16))
 
     def _edges(self) -> list[tuple[DeviceTypes, int]]:
         """Which device type may come in front of which others, few of them first."""
-        every = orders(self.problem)
+        every = orders(self.problem, self.all)
         found = {(DeviceTypes(order[index + 1 :]), order[index]) for order in every for index in range(len(order))}
         return sorted(found, key=lambda edge: (len(edge[0]), sorted(edge[0]), edge[1]))
 

@@ -2,7 +2,7 @@
 all combinations as arrays, so that thousands are estimated at once."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -44,29 +44,32 @@ class Line:
         )
 
 
-def orders(problem: Problem) -> list[tuple[int, ...]]:
-    """Orders of the device types along the pipeline: by speed and by memory, both ways."""
-    device_types = range(len(problem.device_types))
+def orders(problem: Problem, used: Collection[int]) -> list[tuple[int, ...]]:
+    """Orders of the device types used along the pipeline: by speed and by memory, both ways."""
+    device_types = sorted(used)
     precision = problem.batch.precision
     by_speed = sorted(device_types, key=lambda k: problem.device_types[k].accelerator.peak_flops(precision))
     by_memory = sorted(device_types, key=lambda k: problem.device_types[k].memory_bytes)
     return list(dict.fromkeys(tuple(o) for one in (by_speed, by_memory) for o in (one, one[::-1])))
 
 
-def degrees_by_device_type(problem: Problem) -> list[list[int]]:
-    """The TP degrees to choose from for each device type, powers of two that its machines can hold."""
+def degrees_by_device_type(problem: Problem, used: Collection[int]) -> list[list[int]]:
+    """The TP degrees to choose from for each device type, powers of two that its machines can hold; for one that is not used
+    0."""
     fixed = problem.constraints.tp
-    return [[fixed] if fixed else problem.degrees_of(device_type) for device_type in range(len(problem.device_types))]
+    return [
+        [0] if device_type not in used else [fixed] if fixed else problem.degrees_of(device_type)
+        for device_type in range(len(problem.device_types))
+    ]
 
 
-def degree_choices(problem: Problem) -> list[tuple[int, ...]]:
-    """TP degrees per device type: every choice, or of very many those of one degree for all and one device type with another."""
-    own = degrees_by_device_type(problem)
+def degree_choices(own: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """TP degrees per device type: every choice of each one's own, or of very many those of one degree for all and one device
+    type with another."""
     if prod(map(len, own)) <= MOST_DEGREES:
         return list(product(*own))
-    alike = [
-        tuple(max(d for d in some if d <= most) for some in own) for most in sorted({d for some in own for d in some})
-    ]
+    every = sorted({degree for some in own for degree in some if degree})
+    alike = [tuple(max((d for d in some if d <= most), default=0) for some in own) for most in every]
     others = (
         (*base[:device_type], degree, *base[device_type + 1 :])
         for base in alike
@@ -80,21 +83,21 @@ MOST_UNLIKE = 16  # accelerators: beyond, all device types start with one micro-
 MOST_UNLIKE_KINDS = 7  # the same
 
 
-def micro_batch_choices(problem: Problem) -> list[tuple[int, ...]]:
-    """Micro-batches per device type, none larger than its ranks measured to fit. On small clusters device types may have unlike ones,
-    up to four times apart."""
-    device_types, sizes = len(problem.device_types), problem.micro_batches
-    if device_types == 1 or device_types > MOST_UNLIKE_KINDS or problem.size > MOST_UNLIKE:
-        return _fitting(problem, ((size,) * device_types for size in sizes))
-    parts = (1, 2, 4) if device_types == 2 or problem.size <= 4 else (1, 2)
-    unlike = (
-        tuple(size // part for part in chosen) for size in sizes for chosen in product(parts, repeat=device_types)
-    )
-    return _fitting(problem, (choice for choice in unlike if set(choice) <= set(sizes)))
+def micro_batch_choices(problem: Problem, used: Collection[int]) -> list[tuple[int, ...]]:
+    """Micro-batches per device type, none larger than its ranks measured to fit; of one that is not used 0. On small clusters
+    device types may have unlike ones, up to four times apart."""
+    number, sizes = len(used), problem.micro_batches
+    if number == 1 or number > MOST_UNLIKE_KINDS or problem.size > MOST_UNLIKE:
+        return _fitting(problem, used, ((size,) * number for size in sizes))
+    parts = (1, 2, 4) if number == 2 or problem.size <= 4 else (1, 2)
+    unlike = (tuple(size // part for part in chosen) for size in sizes for chosen in product(parts, repeat=number))
+    return _fitting(problem, used, (choice for choice in unlike if set(choice) <= set(sizes)))
 
 
-def _fitting(problem: Problem, choices: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    return list(dict.fromkeys(tuple(problem.at_most(k, b) for k, b in enumerate(choice)) for choice in choices))
+def _fitting(problem: Problem, used: Collection[int], choices: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    named = (dict(zip(sorted(used), choice, strict=True)) for choice in choices)
+    every = range(len(problem.device_types))
+    return list(dict.fromkeys(tuple(problem.at_most(k, own.get(k, 0)) for k in every) for own in named))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,7 @@ class Table:
     Arrays are [combination, sort]; where a combination has fewer sorts than others, the count of the rest is 0.
     """
 
+    used: frozenset[int]  # device types
     combinations: tuple[Combination, ...]
     examples: tuple[tuple[Unit, ...], ...]  # a unit of every sort
     device_types: np.ndarray
@@ -128,6 +132,7 @@ class Table:
         rows = np.asarray(rows, dtype=np.int64)
         arrays = {name: getattr(self, name)[rows] for name in _ARRAYS}
         return Table(
+            used=self.used,
             combinations=tuple(self.combinations[row] for row in rows),
             examples=tuple(self.examples[row] for row in rows),
             memory=Coefficients(*(part[rows] for part in self.memory)),
@@ -140,15 +145,17 @@ _FIGURES = ("layer", "embedding", "head", "microbatch", "capacity")
 _ARRAYS = ("device_types", "counts", *_FIGURES, "bound", "through")
 
 
-def tabulate(problem: Problem, costs: UnitCosts) -> Table:
-    """The table of all combinations that the problem's constraints allow."""
-    settings = tuple(product(micro_batch_choices(problem), problem.recomputes))
-    records = _Records(problem, costs)
+def tabulate(problem: Problem, costs: UnitCosts, used: Collection[int] | None = None) -> Table:
+    """The table of all combinations that the problem's constraints allow, of the device types used: of all where none are
+    named."""
+    used = range(len(problem.device_types)) if used is None else used
+    settings, records = tuple(product(micro_batch_choices(problem, used), problem.recomputes)), _Records(problem, costs)
+    degrees_of = degrees_by_device_type(problem, used)
     sorts = [
-        {tp: records.sorts(device_type, tp, settings) for tp in own}
-        for device_type, own in enumerate(degrees_by_device_type(problem))
+        {tp: records.sorts(device_type, tp, settings) if tp else [] for tp in some}
+        for device_type, some in enumerate(degrees_of)
     ]
-    every = degree_choices(problem)
+    every = degree_choices(degrees_of)
     groups = [[sort for device_type, tp in enumerate(degrees) for sort in sorts[device_type][tp]] for degrees in every]
     width = max(map(len, groups))
     device_types, counts = np.full((len(every), width), -1), np.zeros((len(every), width), dtype=np.int64)
@@ -161,6 +168,7 @@ def tabulate(problem: Problem, costs: UnitCosts) -> Table:
     present = counts > 0
     rate = np.where(present, counts / figures["layer"], 0.0).sum(axis=1)
     table = Table(
+        used=frozenset(used),
         combinations=tuple(Combination(degrees, *setting) for degrees in every for setting in settings),
         examples=tuple(own for group in groups for own in [tuple(sort.example for sort in group)] * len(settings)),
         device_types=device_types.repeat(len(settings), axis=0),

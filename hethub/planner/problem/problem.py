@@ -191,8 +191,10 @@ class Problem:
         chosen = self.constraints.zero
         return self.capabilities.zero if chosen is None else (chosen,)
 
-    def plan(self, schedule: ScheduleName, stages: Iterable[StageSpec], unused: Iterable[int] = ()) -> PlanSpec:
-        """The plan of these stages for this model, cluster and batch."""
+    def plan(self, schedule: ScheduleName, stages: Iterable[StageSpec]) -> PlanSpec:
+        """The plan of these stages for this model, cluster and batch; the ranks of none of them are unused."""
+        stages = tuple(stages)
+        used = {rank for stage in stages for replica in stage.replicas for rank in replica.ranks}
         return PlanSpec(
             model=self.model.name,
             cluster=self.cluster.name,
@@ -200,8 +202,8 @@ class Problem:
             seq_len=self.batch.seq_len,
             precision=self.batch.precision,
             schedule=schedule,
-            stages=tuple(stages),
-            unused=tuple(unused),
+            stages=stages,
+            unused=tuple(rank for rank in range(self.size) if rank not in used),
         )
 
     @memoized

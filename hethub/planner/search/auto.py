@@ -1,7 +1,7 @@
 """`auto`: all settings cut exactly and estimated, the best evaluated by the predictor, then improved step by step."""
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from hethub.planner.generate.families import FAMILIES, Family
 from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.effort import Effort
+from hethub.planner.search.left_out import fewer_device_types
 from hethub.planner.search.local_search import FAR, climb_leaders, descended, evaluate_all, evaluate_or_fit
 from hethub.planner.search.neighbours import with_room
 
@@ -30,21 +31,40 @@ AT_ONCE, MOST_STARTS = 32, 64  # candidates estimated at once, and in all once o
 def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation | None:
     """The best plan found, or None where none fits. Every family's leaders are evaluated, but for those that are proved
     or by far estimated to be slower, so the answer is not worse than a family's."""
-    counts = not incumbent.evaluator.ignore_memory
-    table = replace(tabulate(problem, incumbent.costs.unit_costs), memory_counts=counts)
+    table = _table(problem, incumbent)
     best = best_cuts(problem, table, effort.cuts)
     families = _families_candidates(problem, incumbent, best)
     incumbent.evaluator.microbatches_left = effort.microbatches
     _evaluate_start(incumbent, families)
+    look(problem, incumbent, effort, table, best)
+    if not incumbent.fitting:
+        few = best_cuts(problem, thriftiest(problem, table), FEW_CUTS).cuts
+        evaluate_all(incumbent, modes.thriftiest(problem, [entry.candidate(problem) for entry in few]))
+        climb_leaders(incumbent, effort)
+    for used in fewer_device_types(incumbent):
+        fewer = _table(problem, incumbent, used)
+        if fewer.bound[0] >= incumbent.best_seconds or incumbent.out_of_time:
+            break
+        incumbent.evaluator.microbatches_left = effort.microbatches
+        look(problem, incumbent, effort, fewer, best_cuts(problem, fewer, effort.cuts))
+    climb_leaders(incumbent, effort)
+    for candidates in families.values():
+        incumbent.evaluator.microbatches_left = FAMILY_MICROBATCHES
+        leaders = leading(incumbent, list(filter(incumbent.may_win, candidates)))
+        evaluate_all(incumbent, filter(partial(_is_near, incumbent), leaders))
+    return add_whole_plans(problem, incumbent)
+
+
+def look(problem: Problem, incumbent: Incumbent, effort: Effort, table: Table, best: Best) -> None:
+    """Evaluates the best of what is made of a table's combinations and its best cuts."""
     cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
     found = promising(problem, incumbent, effort, table, cuts)
     if incumbent.out_of_time:
-        return incumbent.best
+        return
     apart = stages_by_device_type(problem, incumbent, effort, table, found)
     moded = in_modes(problem, incumbent, effort, table, [*found, *apart])
-    every = [*found, *apart, *moded]
-    if incumbent.to_beat < float("inf") and not any(_is_near(incumbent, candidate) for candidate in every):
-        return incumbent.best
+    if not any(_is_near(incumbent, candidate) for candidate in [*found, *apart, *moded]):
+        return
     if {*problem.schedules} & {"gpipe", "1f1b", "zero_bubble"}:  # else they are seen as cuts alone
         ends = descended(incumbent, apart, (effort.descents + 1) // 2, effort.behind)
         ends += descended(incumbent, found, effort.descents, effort.behind, ends)
@@ -52,15 +72,12 @@ def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation
     # Apart, since estimates of other modes are off by something else: the leaders of one must not crowd out the others'.
     ends = descended(incumbent, moded, (effort.descents + 1) // 2, effort.behind)
     _evaluate_leaders(incumbent, [*ends, *moded], effort)
-    if not incumbent.fitting:
-        few = best_cuts(problem, thriftiest(problem, table), FEW_CUTS).cuts
-        evaluate_all(incumbent, modes.thriftiest(problem, [entry.candidate(problem) for entry in few]))
-    climb_leaders(incumbent, effort)
-    for candidates in families.values():
-        incumbent.evaluator.microbatches_left = FAMILY_MICROBATCHES
-        leaders = leading(incumbent, list(filter(incumbent.may_win, candidates)))
-        evaluate_all(incumbent, filter(partial(_is_near, incumbent), leaders))
-    return add_whole_plans(problem, incumbent)
+
+
+def _table(problem: Problem, incumbent: Incumbent, used: Collection[int] | None = None) -> Table:
+    """The combinations of the device types used."""
+    table = tabulate(problem, incumbent.costs.unit_costs, used)
+    return replace(table, memory_counts=not incumbent.evaluator.ignore_memory)
 
 
 def add_whole_plans(problem: Problem, incumbent: Incumbent) -> Evaluation | None:

@@ -10,7 +10,7 @@ from hethub.planner import plan
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate import device_type_stages
-from hethub.planner.generate.device_type_stages import TaskGraph
+from hethub.planner.generate.device_type_stages import SubsetSearch
 from hethub.planner.generate.stage_layouts import DeviceTypeLayouts, Goals
 from hethub.planner.generate.table import orders, tabulate
 from hethub.planner.problem.pose import pose
@@ -52,7 +52,7 @@ def test_every_stage_holds_one_kind_and_all_units_have_a_group() -> None:
         assert sum(stage.layers for stage in candidate.stages) == MODEL.layers
         assert all(len(stage.groups) == 1 and stage.layers >= 1 for stage in candidate.stages)
         order = [stage.groups[0].device_type for stage in candidate.stages]
-        assert tuple(dict.fromkeys(order)) in orders(problem)
+        assert tuple(dict.fromkeys(order)) in orders(problem, range(len(problem.device_types)))
         for device_type in range(len(problem.device_types)):
             own = [
                 group.number * group.tp
@@ -71,10 +71,10 @@ def test_the_programme_finds_the_soonest_way_through(ends_at: float) -> None:
     estimator = Estimator(problem)
     bound = float(tabulate(problem, estimator.unit_costs).bound[0])
     goals = Goals(np.array([ends_at * bound]), np.array([0]), np.array([4]))
-    device_types = [DeviceTypeLayouts(problem, estimator, device_type, goals) for device_type in range(3)]
+    device_types = {own: DeviceTypeLayouts(problem, estimator, own, goals) for own in range(3)}
     soonest: dict[int, float] = {}  # by number of stages
     for order in permutations(range(3)):
-        if order not in orders(problem):
+        if order not in orders(problem, range(3)):
             continue
         for stages in product(*(device_types[device_type].layouts for device_type in order)):
             behind = [sum(stages[i + 1 :]) for i in range(3)]
@@ -88,7 +88,7 @@ def test_the_programme_finds_the_soonest_way_through(ends_at: float) -> None:
                     soonest[sum(stages)] = min(through, soonest.get(sum(stages), np.inf))
     wanted = {stages: through for stages, through in soonest.items() if np.isfinite(through)}
     found: dict[int, float] = {}
-    for candidate in TaskGraph(problem, device_types, goals).candidates():
+    for candidate in SubsetSearch(problem, device_types, goals).candidates():
         through = sum(
             stage.layers * estimator.unit_costs.rate(*stage.groups[0][:3], stage.recompute).layer.total
             for stage in candidate.stages
