@@ -272,12 +272,12 @@ class Estimator:
         pace = self.problem.batch.global_batch / plain.busy.max(axis=1)
         held = in_flight.enough_in_flight(trips, micro, pace, every)
         short = ~self._surely_fits(own, held)
-        for _ in range(PACES):
-            if not short.any():
-                break
-            pace[short] *= SLOWER
-            held[short] = in_flight.enough_in_flight(trips[short], micro[short], pace[short], every[short])
-            short[short] = ~self._surely_fits(own.at(short), held[short])
+        if short.any():
+            slower = pace[short] * SLOWER ** np.arange(1, PACES + 1)[:, None]
+            fewer = in_flight.enough_in_flight(trips[short], micro[short], slower, every[short])
+            able = self._surely_fits(own.at(short), fewer)
+            able[-1] = True
+            held[short] = fewer[able.argmax(axis=0), np.arange(len(able[0]))]
         more = own.filled & np.array([candidate.extra_in_flight > 1 for candidate in own.candidates])
         if more.any():
             held[more] = self._without_waits(own.at(more), held[more])
@@ -301,25 +301,26 @@ class Estimator:
         return np.where(self._surely_fits(own, wanted)[:, None], wanted, held)
 
     def _surely_fits(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
-        """[candidate]: whether every stage has room for its microbatches in flight, and for what it may put off."""
-        able = ((held <= own.stages.sure) | own.blank).all(axis=1)
+        """[..., candidate]: whether every stage has room for its microbatches in flight [..., candidate, stage], and for what
+        it may put off."""
+        able = ((held <= own.stages.sure) | own.blank).all(axis=-1)
         if own.filled.any():
-            able[own.filled] &= self._has_room_to_put_off(own.at(own.filled), held[own.filled])
+            able[..., own.filled] &= self._has_room_to_put_off(own.at(own.filled), held[..., own.filled, :])
         return able
 
     def _has_room_to_put_off(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
-        """[candidate]: whether under zero_bubble there is memory for what is put off."""
-        widest = np.where(own.blank, 0.0, own.stages.microstep * held).max(axis=1)
+        """[..., candidate]: whether under zero_bubble there is memory for what is put off."""
+        widest = np.where(own.blank, 0.0, own.stages.microstep * held).max(axis=-1)
         return widest <= self._most_under_way(own, held)
 
     def _most_under_way(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
-        """[candidate]: up to how many samples every stage has memory for under zero_bubble, where all others may put
+        """[..., candidate]: up to how many samples every stage has memory for under zero_bubble, where all others may put
         off as many as are under way in one of them, beside the microbatches it holds, but no more than it has."""
         free, microbatch, each = self._rows.rooms(own.rows)  # [candidate, stage, sort]
-        deferred_wgrad = np.trunc((free - held[:, :, None] * microbatch) / np.maximum(each, 1.0)).min(axis=2)
+        deferred_wgrad = np.trunc((free - held[..., None] * microbatch) / np.maximum(each, 1.0)).min(axis=-1)
         boundless = own.blank | (deferred_wgrad >= np.maximum(np.ceil(own.stages.microbatches) - held, 0))
         most = np.where(boundless, np.inf, own.stages.microstep * (held + deferred_wgrad + 1) - 1)
-        return most.min(axis=1)
+        return most.min(axis=-1)
 
     def _tied(self, candidate: Candidate) -> float:
         """Seconds to sum a tied head's gradients over the ranks of both ends, and to send its new weights."""

@@ -81,15 +81,15 @@ def slowest_cycle(
 def enough_in_flight(
     trips: np.ndarray, microstep: np.ndarray, pace: np.ndarray, microbatches: np.ndarray
 ) -> np.ndarray:
-    """As many microbatches per stage as its critical cycles need for `pace` [candidate] samples per second, as far as
-    there are microbatches [candidate, stage]; never fewer samples than the stage below holds."""
+    """As many microbatches per stage as its critical cycles need for `pace` [..., candidate] samples per second, as far as
+    there are microbatches [candidate, stage]; never fewer samples than the stage below holds. [..., candidate, stage]."""
     spare = (microstep != microstep[:, :1]).any(axis=1)
-    held = np.ones_like(microstep)
+    held = np.ones((*pace.shape, microstep.shape[1]))
     for s in range(microstep.shape[1] - 2, -1, -1):
-        need = (pace[:, None] * trips[:, s, s + 1 :] + microstep[:, s + 1 :] * (held[:, s + 1 :] - 1)).max(axis=1)
+        need = (pace[..., None] * trips[:, s, s + 1 :] + microstep[:, s + 1 :] * (held[..., s + 1 :] - 1)).max(axis=-1)
         wanted = np.ceil(need / microstep[:, s] - 1e-6) + spare
-        below = np.ceil(held[:, s + 1] * microstep[:, s + 1] / microstep[:, s])
-        held[:, s] = np.maximum(np.minimum(wanted, microbatches[:, s]), below)
+        below = np.ceil(held[..., s + 1] * microstep[:, s + 1] / microstep[:, s])
+        held[..., s] = np.maximum(np.minimum(wanted, microbatches[:, s]), below)
     return held
 
 

@@ -22,8 +22,12 @@ def is_even(plan: PlanSpec) -> bool:
 
 
 def is_regular(plan: PlanSpec) -> bool:
-    """Whether it is even and says nowhere how many microbatches are held."""
-    return is_even(plan) and not any(stage.replicas[0].in_flight for stage in plan.stages)
+    """Whether replica i of every stage gets the same samples in the same microbatches, in rounds all replicas do, and
+    nothing says how many microbatches are held."""
+    sizes = {sizes_of(stage.replicas) for stage in plan.stages}
+    in_rounds = any(map(plan.runs_in_rounds, range(len(plan.stages))))
+    given = any(replica.in_flight for stage in plan.stages for replica in stage.replicas)
+    return len(sizes) == 1 and not given and (not in_rounds or is_even(plan))
 
 
 def even_limits(plan: PlanSpec) -> list[list[int]]:

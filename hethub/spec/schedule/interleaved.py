@@ -1,7 +1,7 @@
 """Interleaved 1F1B: stages of several chunks, every chunk a station of its own on a sample's way.
 
-Where all replicas are alike and have a microbatch per stage the order is Megatron's (arXiv 2104.04473, §2.2). Anywhere
-else it comes from a list schedule (hethub.spec.schedule.list_schedule).
+Where replica i of every stage gets the same samples and has a microbatch per stage the order is Megatron's (arXiv
+2104.04473, §2.2). Anywhere else it comes from a list schedule (hethub.spec.schedule.list_schedule).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from hethub.spec.ranges import split
 from hethub.spec.schedule.actions import Kind
 from hethub.spec.schedule.in_flight import asked_in_flight
 from hethub.spec.schedule.list_schedule import ListSchedule, depth
-from hethub.spec.schedule.microbatches import Microbatching, deal, load_alone
+from hethub.spec.schedule.microbatches import Microbatching, deal, load_alone, sizes_of
 from hethub.spec.schedule.orders import ActorOrder, listed, updated_once
 
 
@@ -37,19 +37,25 @@ def interleave(plan: PlanSpec, microbatchings: Sequence[Microbatching]) -> list[
 
 
 def interleave_regular(plan: PlanSpec) -> list[list[ActorOrder]]:
-    """As `interleave` for a regular plan, without its microbatches: the actors of a stage share one list."""
-    stages, num_microbatches = len(plan.stages), load_alone(plan.stages[0].replicas[0]).num_microbatches
-    if num_microbatches >= stages:
-        orders = [_megatron(plan, stage, num_microbatches) for stage in range(stages)]
-    else:
-        alone = plan.of_replicas([[0]] * stages)
-        orders = [
-            listed(own) for own, *_ in ListSchedule(alone, [deal(stage.replicas) for stage in alone.stages]).run()
-        ]
+    """As `interleave` for a regular plan, without its microbatches. Replica i of a stage waits for no replica but i of the
+    others, so equal ones share their lists."""
+    alone: dict[tuple[int, int], list[ActorOrder]] = {}  # by micro-batch and samples
+    sizes = sizes_of(plan.stages[0].replicas)
+    for replica, own in enumerate(sizes):
+        if own not in alone:
+            alone[own] = _alone(plan.of_replicas([[replica]] * len(plan.stages)))
     return [
-        [order] * (1 if plan.runs_in_rounds(stage) else len(plan.stages[stage].replicas))
-        for stage, order in enumerate(orders)
+        [alone[own][stage] for own in (sizes[:1] if plan.runs_in_rounds(stage) else sizes)]
+        for stage in range(len(plan.stages))
     ]
+
+
+def _alone(plan: PlanSpec) -> list[ActorOrder]:
+    """By stage, the order of a plan's only replicas."""
+    num_microbatches = load_alone(plan.stages[0].replicas[0]).num_microbatches
+    if num_microbatches >= len(plan.stages):
+        return [_megatron(plan, stage, num_microbatches) for stage in range(len(plan.stages))]
+    return [listed(own) for own, *_ in ListSchedule(plan, [deal(stage.replicas) for stage in plan.stages]).run()]
 
 
 def most_held(order: ActorOrder) -> int:
