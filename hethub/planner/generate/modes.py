@@ -6,6 +6,7 @@ modes of a cut form a ladder, climbed for many cuts at once until something fits
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -49,11 +50,16 @@ class _Line(NamedTuple):
 
     def at(self, rung: Rung, problem: Problem) -> Candidate:
         """The candidate in this mode."""
-        stages = tuple(
-            replace(stage, recompute=self.recompute, zero=rung.zero, offload=rung.offload)
-            for stage in self.candidate.stages
-        )
-        return under(self.pattern, replace(self.candidate, stages=stages), problem)
+        return under(self.pattern, _kept(self.candidate, self.recompute, rung), problem)
+
+
+@lru_cache(maxsize=8)  # its patterns are asked one after the other, and like stages are most of a candidate's
+def _kept(candidate: Candidate, recompute: Recompute, rung: Rung) -> Candidate:
+    """The candidate with all stages so; equal ones are one object, whose hash is worked out once."""
+    changed = {
+        stage: replace(stage, recompute=recompute, zero=rung.zero, offload=rung.offload) for stage in candidate.stages
+    }
+    return replace(candidate, stages=tuple(map(changed.__getitem__, candidate.stages)))
 
 
 def under(pattern: Pattern, candidate: Candidate, problem: Problem, extra_in_flight: int = 0) -> Candidate:
