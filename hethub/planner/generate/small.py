@@ -2,9 +2,9 @@
 
 import heapq
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
-from itertools import count, islice, product
-from typing import NamedTuple
+from itertools import islice, product
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.equal import Arrangements, Stages, cut_equally
 from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Combination, Problem, Unit
+from hethub.predictor.cost.cache import memoized
 
 MOST_UNITS = 5
 MOST_ESTIMATED = 2_000  # candidates
@@ -37,13 +38,27 @@ def ordered_partitions(counts: tuple[int, ...]) -> tuple[Composition, ...]:
     return tuple(found)
 
 
-class _Arrangement(NamedTuple):
-    """An ordered partition with its balanced cut, the seconds of that without communication, and what makes candidates
-    of cuts."""
+@dataclass(frozen=True)
+class _Arrangement:
+    """An ordered partition of a combination's units, with its balanced cut."""
 
-    seconds: float
+    problem: Problem
+    combination: Combination
+    examples: tuple[Unit, ...]  # a unit of every sort
+    composition: Composition
     layers: Layers
-    make: Callable[[Layers], Candidate]
+
+    @memoized
+    def candidate(self, layers: Layers) -> Candidate:
+        """Of a cut."""
+        units = [
+            unit
+            for counts in self.composition
+            for unit, number in zip(self.examples, counts, strict=True)
+            for _ in range(number)
+        ]
+        stages = list(zip(layers, map(sum, self.composition), strict=True))
+        return to_candidate(self.problem, stages, units, self.combination)
 
 
 def propose(
@@ -68,13 +83,13 @@ def propose(
 
     arrangements = _in_order(problem, table, lambda: shortest)
     while some := list(islice(arrangements, AT_ONCE)):
-        balanced = {arrangement.make(arrangement.layers): arrangement for arrangement in some}
+        balanced = {arrangement.candidate(arrangement.layers): arrangement for arrangement in some}
         costs.estimate(balanced)
         yield from map(noted, balanced)
         near = [of for candidate, of in balanced.items() if costs.seconds(candidate) <= WORTH_MOVING * shortest]
-        costs.estimate(of.make(cut) for of in near for cut in _near(of.layers))
+        costs.estimate(of.candidate(cut) for of in near for cut in _near(of.layers))
         for of in near:
-            yield from map(noted, _downhill(of.layers, of.make, costs))
+            yield from map(noted, _downhill(of, costs))
         if estimated > MOST_ESTIMATED:
             return
 
@@ -82,58 +97,60 @@ def propose(
 def _in_order(problem: Problem, table: Table, shortest: Callable[[], float]) -> Iterator[_Arrangement]:
     """All arrangements that may be better than `shortest()`, those of the fewest seconds first. No partition of a
     combination takes less than its bound, so those of the next need not be cut before."""
-    queue: list[tuple[float, int, _Arrangement]] = []
-    number = count()  # where seconds are equal, who came first
+    queue: list[tuple[float, int, Iterator[_Arrangement], Iterator[float]]] = []  # the next of every combination
     for row in np.nonzero(table.units <= MOST_UNITS)[0].tolist():
         while queue and queue[0][0] <= table.bound[row]:
-            yield heapq.heappop(queue)[2]
+            yield _first(queue)
         if table.bound[row] >= shortest():
             break
-        for arrangement in _cut(problem, table, row, CUT_ERR * shortest()):
-            heapq.heappush(queue, (arrangement.seconds, next(number), arrangement))
+        seconds, arrangements = _cut(problem, table, row, CUT_ERR * shortest())
+        if (least := next(seconds, None)) is not None:
+            heapq.heappush(queue, (least, row, arrangements, seconds))
     while queue and queue[0][0] < CUT_ERR * shortest():
-        yield heapq.heappop(queue)[2]
+        yield _first(queue)
 
 
-def _cut(problem: Problem, table: Table, row: int, limit: float) -> Iterator[_Arrangement]:
-    """Every ordered partition of a combination that takes less than the limit, with its balanced cut."""
+def _first(queue: list[tuple[float, int, Iterator[_Arrangement], Iterator[float]]]) -> _Arrangement:
+    """Takes the first arrangement out; where seconds are equal, that of the first combination."""
+    _, row, arrangements, seconds = heapq.heappop(queue)
+    found = next(arrangements)
+    if (least := next(seconds, None)) is not None:
+        heapq.heappush(queue, (least, row, arrangements, seconds))
+    return found
+
+
+def _cut(problem: Problem, table: Table, row: int, limit: float) -> tuple[Iterator[float], Iterator[_Arrangement]]:
+    """Of every ordered partition of a combination that takes less than the limit the seconds without communication, and
+    the partition with its balanced cut; those of the fewest seconds first."""
     combination, examples = table.combinations[row], table.examples[row]
     counts = tuple(table.counts[row, : len(examples)].tolist())
     allowed = [composition for composition in ordered_partitions(counts) if _is_allowed(problem, composition)]
     if not allowed:
-        return
+        return iter(()), iter(())
     stages = Stages(np.array([len(composition) for composition in allowed]))
     replicas = np.zeros((table.counts.shape[1], len(stages.of)), dtype=np.int64)
     replicas[: len(counts)] = np.concatenate(allowed).T
-    own = Arrangements(np.full(len(allowed), row), stages, replicas)
-    cuts = cut_equally(problem, table, own)
-    for index in np.nonzero(cuts.seconds < limit)[0].tolist():
-        layers = tuple(cuts.layers[stages.first[index] : stages.last[index] + 1].tolist())
-        yield _Arrangement(float(cuts.seconds[index]), layers, _maker(problem, combination, examples, allowed[index]))
+    cuts = cut_equally(problem, table, Arrangements(np.full(len(allowed), row), stages, replicas))
+    ranked = np.argsort(cuts.seconds, kind="stable")
+    ranked = ranked[cuts.seconds[ranked] < limit]
+    arrangements = (
+        _Arrangement(
+            problem, combination, examples, allowed[index],
+            tuple(cuts.layers[stages.first[index] : stages.last[index] + 1].tolist()),
+        )
+        for index in ranked.tolist()
+    )  # fmt: skip
+    return iter(cuts.seconds[ranked].tolist()), arrangements
 
 
-def _maker(
-    problem: Problem, combination: Combination, examples: tuple[Unit, ...], composition: Composition
-) -> Callable[[Layers], Candidate]:
-    """What makes candidates of an ordered partition's cuts, each once."""
-
-    @cache
-    def made(layers: Layers) -> Candidate:
-        units = [
-            unit for counts in composition for unit, number in zip(examples, counts, strict=True) for _ in range(number)
-        ]
-        return to_candidate(problem, list(zip(layers, map(sum, composition), strict=True)), units, combination)
-
-    return made
-
-
-def _downhill(layers: Layers, make: Callable[[Layers], Candidate], costs: Estimator) -> Iterator[Candidate]:
+def _downhill(of: _Arrangement, costs: Estimator) -> Iterator[Candidate]:
     """The cuts with one layer moved, then those around the best of them while estimates fall: fill, drain and samples
     that cannot be divided count as well as balance."""
-    seen = {layers: costs.seconds(make(layers))}
+    layers = of.layers
+    seen = {layers: costs.seconds(of.candidate(layers))}
     while True:
         least = seen[layers]
-        new = {near: make(near) for near in _near(layers) if near not in seen}
+        new = {near: of.candidate(near) for near in _near(layers) if near not in seen}
         costs.estimate(new.values())
         seen.update((near, costs.seconds(candidate)) for near, candidate in new.items())
         yield from new.values()
