@@ -18,17 +18,16 @@ from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import ONLY
 from hethub.planner.estimate.memory_probes import probe_for
-from hethub.planner.generate.families.uniform import allowed
+from hethub.planner.generate.families.uniform import allowed, units_in_order
 from hethub.planner.generate.families.whole import (
+    Replica,
     WholeStage,
-    Worker,
     candidate_of,
     held_alone,
     meeting_seconds,
-    ranks_by_device_type,
     shared_bytes,
 )
-from hethub.planner.problem.problem import Problem
+from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
@@ -64,9 +63,9 @@ def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = 
         for steps in _shared_steps(problem, costs.unit_costs, recompute, zero, limit_seconds)
     ]
     for index, (steps, recompute, zero) in enumerate(nsmallest(EVALUATED, found)):
-        workers = _workers(problem, steps)
-        if workers is not None:
-            stage = WholeStage(((0, problem.model.layers),), workers, zero, recompute)
+        replicas = _replicas(problem, steps)
+        if replicas is not None:
+            stage = WholeStage(((0, problem.model.layers),), replicas, zero, recompute)
             yield candidate_of(problem, f"poplar zero {zero} {recompute} {index}", "1f1b", [stage])
 
 
@@ -152,15 +151,14 @@ def _every_step(
     return found
 
 
-def _workers(problem: Problem, steps: _Steps) -> list[Worker] | None:
+def _replicas(problem: Problem, steps: _Steps) -> list[Replica] | None:
     """Every rank's samples: a batch in all steps but the last, which takes what is left; None where that is nothing."""
-    own = [(device_type, rank, steps.batches[device_type]) for device_type, rank in ranks_by_device_type(problem)]
-    left = problem.batch.global_batch - (steps.number - 1) * sum(batch for _, _, batch in own)
-    last = [part.size for part in split_by_shares(left, [batch for _, _, batch in own])]
-    samples = [(steps.number - 1) * batch + more for (_, _, batch), more in zip(own, last, strict=True)]
-    if min(samples) < 1:
-        return None
-    return [Worker(device_type, rank, batch, n) for (device_type, rank, batch), n in zip(own, samples, strict=True)]
+    units = units_in_order(problem, 1)
+    batches = [steps.batches[unit.device_type] for unit in units]
+    left = problem.batch.global_batch - (steps.number - 1) * sum(batches)
+    last = [part.size for part in split_by_shares(left, batches)]
+    samples = [(steps.number - 1) * batch + more for batch, more in zip(batches, last, strict=True)]
+    return list(map(Replica, units, batches, samples)) if min(samples) >= 1 else None
 
 
 def _widest(problem: Problem, device_type: int) -> int:
@@ -185,9 +183,8 @@ class _Fitting:
     def _fits(self, device_type: int, batch: int) -> bool:
         key = (probe_for(self._problem.device_types[device_type].accelerator), batch)
         if key not in self._alone:
-            twice = Worker(
-                device_type, 0, batch, 2 * batch
-            )  # a microbatch's last reduction goes on beside the next one
+            # Twice: a microbatch's last reduction goes on beside the next one.
+            twice = Replica(Unit(device_type, (0,)), batch, 2 * batch)
             stage = WholeStage(((0, self._problem.model.layers),), [twice], self._zero, self._recompute)
-            self._alone[key] = held_alone(self._problem, "1f1b", stage)[twice.load].alone
+            ((self._alone[key], _),) = held_alone(self._problem, "1f1b", stage)
         return self._alone[key] + self._part <= self._problem.capacity(device_type)
