@@ -7,7 +7,7 @@ largest batch that it ends within the step's time; that time is searched. State 
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from heapq import nsmallest
 from itertools import accumulate
 from typing import NamedTuple
@@ -28,7 +28,6 @@ from hethub.planner.generate.families.whole import (
     shared_bytes,
 )
 from hethub.planner.problem.problem import Problem, Unit
-from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
 
@@ -103,16 +102,14 @@ def _shared_steps(
     problem: Problem, unit_costs: UnitCosts, recompute: Recompute, zero: int, limit_seconds: float
 ) -> set[_Steps]:
     """All micro-step times with the largest batches that end within them and fit."""
-    device_types = range(len(problem.device_types))
-    widest = [_widest(problem, device_type) for device_type in device_types]
+    widest = [_widest(problem, device_type) for device_type in range(len(problem.device_types))]
     fast = [steps for steps in _every_step(problem, unit_costs, recompute, zero, widest) if steps.least < limit_seconds]
     if not fast:
         return set()
-    fitting = _Fitting(problem, recompute, zero)
-    tops = [
-        fitting.largest(device_type, min(steps.batches[device_type] for steps in fast)) for device_type in device_types
-    ]
-    return set(_every_step(problem, unit_costs, recompute, zero, [top or 1 for top in tops])) if all(tops) else set()
+    tops = _largest_fitting(problem, recompute, zero)
+    if any(top < min(steps.batches[k] for steps in fast) for k, top in enumerate(tops)):
+        return set()
+    return set(_every_step(problem, unit_costs, recompute, zero, tops))
 
 
 def _every_step(
@@ -167,24 +164,21 @@ def _widest(problem: Problem, device_type: int) -> int:
     return problem.constraints.micro_batch or problem.at_most(device_type, widest)
 
 
-class _Fitting:
-    """Which micro-batches fit on the ranks of a device type at a ZeRO level."""
+def _largest_fitting(problem: Problem, recompute: Recompute, zero: int) -> list[int]:
+    """By device type, the largest micro-batch with which its ranks fit, by bisection; 0 where none does."""
+    probes = [probe_for(device_type.accelerator) for device_type in problem.device_types]
+    part = shared_bytes(problem, zero) / problem.size
 
-    def __init__(self, problem: Problem, recompute: Recompute, zero: int) -> None:
-        self._problem, self._recompute, self._zero = problem, recompute, zero
-        self._part = shared_bytes(problem, zero) / problem.size
-        self._alone: dict[tuple[AcceleratorSpec, int], float] = {}
+    @cache
+    def alone(like: int, batch: int) -> float:
+        # Twice: a microbatch's last reduction goes on beside the next one.
+        replica = Replica(Unit(like, (0,)), batch, 2 * batch)
+        return held_alone(problem, "1f1b", WholeStage(((0, problem.model.layers),), [replica], zero, recompute))[
+            0
+        ].alone
 
-    def largest(self, device_type: int, needed: int) -> int | None:
-        """The largest micro-batch with which a rank of the device type fits, by bisection; None where not even `needed` do."""
-        found = largest_able(partial(self._fits, device_type), _widest(self._problem, device_type))
-        return found if found >= needed else None
+    def fits(device_type: int, batch: int) -> bool:
+        like = probes.index(probes[device_type])  # memory tells no more apart
+        return alone(like, batch) + part <= problem.capacity(device_type)
 
-    def _fits(self, device_type: int, batch: int) -> bool:
-        key = (probe_for(self._problem.device_types[device_type].accelerator), batch)
-        if key not in self._alone:
-            # Twice: a microbatch's last reduction goes on beside the next one.
-            twice = Replica(Unit(device_type, (0,)), batch, 2 * batch)
-            stage = WholeStage(((0, self._problem.model.layers),), [twice], self._zero, self._recompute)
-            ((self._alone[key], _),) = held_alone(self._problem, "1f1b", stage)
-        return self._alone[key] + self._part <= self._problem.capacity(device_type)
+    return [largest_able(partial(fits, k), _widest(problem, k)) for k in range(len(probes))]
