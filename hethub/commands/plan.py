@@ -79,7 +79,7 @@ def plan(options: argparse.Namespace) -> None:
     from hethub.predictor.cost.profile import assumed_speeds
     from hethub.predictor.cost.software import hethub_software
     from hethub.predictor.predict import with_staging
-    from hethub.report.alone import save_alone
+    from hethub.report.explanation import save_alone
     from hethub.report.tables import print_plan
     from hethub.spec.job import load_job
     from hethub.spec.layout.bind import bind
@@ -182,7 +182,7 @@ def predict(options: argparse.Namespace) -> None:
         write_trace(chrome_trace(prediction.timeline or (), names, "predicted"), options.trace)
         written.append(options.trace)
     if options.alone is not None:
-        from hethub.report.alone import save_alone
+        from hethub.report.explanation import save_alone
 
         written += save_alone(chosen.homogeneous_parts or (), job.model, options.alone)
     assumed = assumed_speeds(job.cluster, chosen.plan.precision, profile)
@@ -264,9 +264,8 @@ def _add_diff(commands: Any) -> None:
 
 
 def diff(options: argparse.Namespace) -> None:
-    from hethub.planner import diff as compare
-    from hethub.planner import side_of_layout, side_of_program
-    from hethub.report.tables import print_diff
+    from hethub.report.diff import diff as compare
+    from hethub.report.diff import print_diff, side_of_layout, side_of_program
     from hethub.spec.layout.bind import bind_file
     from hethub.spec.plan import load_plan
     from hethub.spec.program import is_program_plan, load_program_plan

@@ -1,4 +1,4 @@
-"""Why this plan: the makers alone, bottlenecks, what would fit, what differs.
+"""Why this plan: the makers alone, bottlenecks, what would fit, what was not searched.
 
 Start reading: homogeneous_sum.py, then bottlenecks.py.
 May import: spec, predictor, planner.
