@@ -9,7 +9,7 @@ tried with more microbatches in flight.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
@@ -82,7 +82,7 @@ class _Sweep:
 
     def __init__(self, incumbent: Incumbent) -> None:
         self.incumbent = incumbent
-        self.orders: dict[object, list[Node]] = {}
+        self.orders: dict[object, Mapping[int, Node]] = {}
         self.enough = len(incumbent.tried) + MOST_EVALUATED
         self.left = MOST_TIMED
         self.near: list[tuple[float, Point]] = []  # the fastest points with their seconds
@@ -165,7 +165,9 @@ def _runs(problem: Problem, point: Point) -> bool:
         return False
 
 
-def _timed(problem: Problem, points: Sequence[Point], orders: dict[object, list[Node]]) -> list[tuple[float, Point]]:
+def _timed(
+    problem: Problem, points: Sequence[Point], orders: dict[object, Mapping[int, Node]]
+) -> list[tuple[float, Point]]:
     """The points with the seconds of their step, all of one microbatching at once."""
     alike: dict[object, list[Point]] = {}
     for point in points:
@@ -178,7 +180,7 @@ def _timed(problem: Problem, points: Sequence[Point], orders: dict[object, list[
     return found
 
 
-def step_seconds(points: Sequence[Point], nodes: Sequence[Node]) -> list[float]:
+def step_seconds(points: Sequence[Point], nodes: Mapping[int, Node]) -> list[float]:
     """The step of points that cut the samples alike."""
     stages = list(zip(*(point.modes for point in points), strict=True))
     p2p_costs = [np.stack([point.branch.p2p_seconds(above) for point in points]) for above in range(len(stages) - 1)]
