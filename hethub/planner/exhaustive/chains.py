@@ -34,7 +34,9 @@ class Chains:
         above: _Dealt | None = None
         for index, stage in enumerate(self.stages):
             rows, ways = stage.rows(branches, options[:, index])
-            dealt, work = _Dealt(*(part[ways] for part in stage.axis[:3])), _Work.of(stage, rows, ways)
+            cut = stage.microbatchings
+            dealt = _Dealt(cut.replicas[ways], cut.starts[ways], cut.stops[ways])
+            work = _Work.of(stage, rows, ways)
             if above is None:
                 down = up = np.zeros(dealt.replicas.shape)
             else:
@@ -43,8 +45,8 @@ class Chains:
             forward, backward = (stage.of_samples(rows, way, dealt) for way in (0, 1))
             down = _passed(dealt, down, stage.updates[rows], forward)
             up = _passed(dealt.mirrored, up[:, ::-1], work.left, backward[:, ::-1])[:, ::-1]
-            begun = np.take_along_axis(down, stage.axis.firsts[ways], axis=1) - work.first
-            back = np.take_along_axis(up, stage.axis.lasts[ways], axis=1)
+            begun = np.take_along_axis(down, cut.firsts[ways], axis=1) - work.first
+            back = np.take_along_axis(up, cut.lasts[ways], axis=1)
             whole = np.maximum(back + work.before_last, work.busy + work.reduced)
             found, above = np.maximum(found, (begun + whole).max(axis=1)), dealt
         return found
@@ -56,7 +58,7 @@ class ChainStage:
     def __init__(self, options: Sequence[StageOptions]) -> None:
         every, self._number_of = _unlike(options)
         modes = [mode for own in every for mode in own.modes]
-        self.microbatchings, self.axis = every[0].microbatchings, every[0].axis
+        self.microbatchings = every[0].microbatchings
         self.last_pass = modes[0].last_pass
         self.updates = np.stack([mode.updates for mode in modes])  # [mode, replica]
         self.seconds = np.stack([mode.seconds for mode in modes])  # [mode, pass, replica, samples]
