@@ -45,8 +45,8 @@ def print_explanation(result: "PlanResult", console: Console) -> None:
         console.print(reason.sentence())
     if result.families:
         console.print("not searched:")
-        for how, parts in _grouped(result).items():
-            console.print(f"- {how}: {', '.join(parts)}" if parts else f"- {how}")
+        for entry in result.not_searched:
+            console.print(f"- {entry.text}")
 
 
 def print_alone(alone: Sequence["HomogeneousPart"], console: Console) -> None:
@@ -72,15 +72,6 @@ def save_alone(alone: Sequence["HomogeneousPart"], model: ModelSpec, folder: Pat
         write_yaml(model.to_dict(), own / "model.yaml")
         written.append(own)
     return written
-
-
-def _grouped(result: "PlanResult") -> dict[str, list[str]]:
-    """What was not searched, by how far it was: `schedule layered` and `ZeRO 3` under what both are limited to."""
-    found: dict[str, list[str]] = {}
-    for entry in result.not_searched:
-        what, colon, how = entry.text.partition(": ")
-        found.setdefault(how if colon else what, []).extend([what] if colon else [])
-    return {how.replace("propose it", "propose them"): what for how, what in found.items()}
 
 
 def _offloaded(plan: PlanSpec) -> dict[str, list[int]]:
