@@ -42,7 +42,7 @@ class Chains:
             else:
                 across = self.boundaries[index - 1].seconds(branches, above, dealt)
                 down, up = down + across, up + across
-            forward, backward = (stage.of_samples(rows, way, dealt) for way in (0, 1))
+            forward, backward = (stage.of_samples(rows, index, dealt) for index in (0, 1))
             down = _passed(dealt, down, stage.updates[rows], forward)
             up = _passed(dealt.mirrored, up[:, ::-1], work.left, backward[:, ::-1])[:, ::-1]
             begun = np.take_along_axis(down, cut.firsts[ways], axis=1) - work.first
@@ -64,7 +64,7 @@ class ChainStage:
         self.seconds = np.stack([mode.seconds for mode in modes])  # [mode, pass, replica, samples]
         self.reductions = np.array([mode.reduction[:2] for mode in modes])
         replicas = np.arange(self.seconds.shape[2])
-        largest = self.seconds[:, 0, replicas, self.microbatchings.sizes]  # [mode, way, replica]
+        largest = self.seconds[:, 0, replicas, self.microbatchings.sizes]  # [mode, microbatching, replica]
         self.able = np.isfinite(largest).all(axis=2)
         firsts = np.cumsum([0, *(len(own.modes) for own in every)])
         self._first_of = firsts[self._number_of]
@@ -86,9 +86,9 @@ class ChainStage:
         points, places = np.nonzero(able)
         return points, members[points, places] * len(self.microbatchings) + ways[points]
 
-    def of_samples(self, rows: np.ndarray, way: int, dealt: "_Dealt") -> np.ndarray:
+    def of_samples(self, rows: np.ndarray, pass_index: int, dealt: "_Dealt") -> np.ndarray:
         """Seconds of each sample's microbatch in a pass: [point, sample]."""
-        return self.seconds[rows[:, None], way, dealt.replicas, dealt.stops - dealt.starts]
+        return self.seconds[rows[:, None], pass_index, dealt.replicas, dealt.stops - dealt.starts]
 
 
 class ChainBoundary:

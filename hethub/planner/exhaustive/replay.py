@@ -15,9 +15,9 @@ PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 
 
 class Work(NamedTuple):
-    """A replica's part of an action: its microbatch's pass, as an index of PASSES, and samples."""
+    """A replica's part of an action: its microbatch's pass, of PASSES, and samples."""
 
-    way: int
+    pass_index: int
     replica: int
     samples: int
 
@@ -40,7 +40,7 @@ class Node(NamedTuple):
     needs: tuple[Need, ...]
 
 
-class Passed(NamedTuple):
+class StageSeconds(NamedTuple):
     """What a stage of many plans costs: arrays over them."""
 
     seconds: np.ndarray  # [plan, pass, replica, samples]
@@ -95,7 +95,7 @@ def _needs(wiring: Wiring) -> dict[int, list[Need]]:
     return found
 
 
-def ends_of(nodes: Mapping[int, Node], stages: Sequence[Passed], p2p_costs: Sequence[np.ndarray]) -> list[Ends]:
+def ends_of(nodes: Mapping[int, Node], stages: Sequence[StageSeconds], p2p_costs: Sequence[np.ndarray]) -> list[Ends]:
     """Per stage, when its compute ends in every plan. `p2p_costs` are, per boundary, the seconds
     [plan, replica above, replica below, samples]."""
     clock: dict[tuple[int, int], np.ndarray] = {}
@@ -106,7 +106,7 @@ def ends_of(nodes: Mapping[int, Node], stages: Sequence[Passed], p2p_costs: Sequ
         start = clock[actor] if actor in clock else begins[:, actor[1]]
         for node, boundary, above, below, samples in needs:
             start = np.maximum(start, stops[node] + p2p_costs[boundary][:, above, below, samples])
-        spent = [seconds[:, way, replica, samples] for way, replica, samples in works]
+        spent = [seconds[:, index, replica, samples] for index, replica, samples in works]
         stops[number] = stop = start + (spent[0] if len(spent) == 1 else np.maximum.reduce(spent))
         clock[actor], last[actor] = stop, start
     return [

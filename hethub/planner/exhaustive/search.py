@@ -19,7 +19,7 @@ from hethub.planner.candidate.candidate import Candidate, CandidateStage, Replic
 from hethub.planner.candidate.materialize import materialize
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.exhaustive.points import Branch, Point, Points, branches_below, promising_floors, refined
-from hethub.planner.exhaustive.replay import Node, Passed, ends_of, nodes_of
+from hethub.planner.exhaustive.replay import Node, StageSeconds, ends_of, nodes_of
 from hethub.planner.exhaustive.shapes import excess, schedules_of, shapes_of
 from hethub.planner.exhaustive.stages import StageCosts
 from hethub.planner.problem.problem import Problem
@@ -186,8 +186,8 @@ def step_seconds(points: Sequence[Point], nodes: Mapping[int, Node]) -> list[flo
     p2p_costs = [np.stack([point.branch.p2p_seconds(above) for point in points]) for above in range(len(stages) - 1)]
     updates = [np.stack([mode.updates for mode in own]) for own in stages]
     first = np.minimum.reduce([own.min(axis=1) for own in updates])
-    passed = [
-        Passed(np.stack([mode.seconds for mode in own]), update - first[:, None])
+    spent = [
+        StageSeconds(np.stack([mode.seconds for mode in own]), update - first[:, None])
         for own, update in zip(stages, updates, strict=True)
     ]
     reduced = [
@@ -195,7 +195,7 @@ def step_seconds(points: Sequence[Point], nodes: Mapping[int, Node]) -> list[flo
             ends.stop + [mode.reduction.tail_seconds for mode in own],
             ends.start + [mode.reduction.seconds for mode in own],
         )
-        for ends, own in zip(ends_of(nodes, passed, p2p_costs), stages, strict=True)
+        for ends, own in zip(ends_of(nodes, spent, p2p_costs), stages, strict=True)
     ]
     return (np.maximum.reduce(reduced) + first).tolist()
 

@@ -47,7 +47,7 @@ def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = 
         (paces.seconds(candidate, chunks), candidate, chunks)
         for candidate in zorse.propose(problem, costs)
         if costs.least(candidate) < limit_seconds and costs.least_in_passes(candidate) < limit_seconds
-        for chunks in _able(problem, costs, candidate)
+        for chunks in _numbers_of_chunks(problem, costs, candidate)
     ]
     ranked = sorted(options, key=itemgetter(0))[:MOST_TRIED]
     # The best of every arrangement: estimates are no better than that.
@@ -116,7 +116,7 @@ class _Paces:
         return network.reduce_scatter(group, problem.model.layer_parameters * sum(_widths(self._unit_costs)))
 
 
-def _able(problem: Problem, costs: Estimator, candidate: Candidate) -> Iterator[int]:
+def _numbers_of_chunks(problem: Problem, costs: Estimator, candidate: Candidate) -> Iterator[int]:
     """Numbers of chunks with which the candidate may fit, from the largest down: fewer are larger."""
     most = min(MOST_CHUNKS, *(stage.layers for stage in candidate.stages))
     return takewhile(lambda chunks: _may_fit(problem, costs, candidate, chunks), range(most, 1, -1))

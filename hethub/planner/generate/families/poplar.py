@@ -102,7 +102,7 @@ def _shared_steps(
     problem: Problem, unit_costs: UnitCosts, recompute: Recompute, zero: int, limit_seconds: float
 ) -> set[_Steps]:
     """All micro-step times with the largest batches that end within them and fit."""
-    widest = [_widest(problem, device_type) for device_type in range(len(problem.device_types))]
+    widest = [_largest_allowed(problem, device_type) for device_type in range(len(problem.device_types))]
     fast = [steps for steps in _every_step(problem, unit_costs, recompute, zero, widest) if steps.least < limit_seconds]
     if not fast:
         return set()
@@ -158,7 +158,7 @@ def _replicas(problem: Problem, steps: _Steps) -> list[Replica] | None:
     return list(map(Replica, units, batches, samples)) if min(samples) >= 1 else None
 
 
-def _widest(problem: Problem, device_type: int) -> int:
+def _largest_allowed(problem: Problem, device_type: int) -> int:
     """The largest micro-batch that the job allows on the device type."""
     widest = min(max(problem.micro_batches), problem.batch.global_batch)
     return problem.constraints.micro_batch or problem.at_most(device_type, widest)
@@ -181,4 +181,4 @@ def _largest_fitting(problem: Problem, recompute: Recompute, zero: int) -> list[
         like = probes.index(probes[device_type])  # memory tells no more apart
         return alone(like, batch) + part <= problem.capacity(device_type)
 
-    return [largest_able(partial(fits, k), _widest(problem, k)) for k in range(len(probes))]
+    return [largest_able(partial(fits, k), _largest_allowed(problem, k)) for k in range(len(probes))]
