@@ -99,6 +99,13 @@ def test_zorse_cuts_stages_into_ministages_and_offloads_only_where_memory_asks_f
     assert any(stage.offload for plan in found[1] for stage in plan.stages)
 
 
+def test_ministages_keep_to_a_given_micro_batch() -> None:
+    """By speed alone the slow replicas had fewer samples than it, and every plan was refused."""
+    plans = [candidate.plan for candidate in whole_candidates("zorse", problem(batch=16, micro_batch=4))]
+    assert plans
+    assert all(r.micro_batch == 4 for plan in plans if plan for stage in plan.stages for r in stage.replicas)
+
+
 @pytest.mark.parametrize(("schedule", "zero"), [("layered", 3), ("1f1b", 3), ("1f1b", 2)])
 @pytest.mark.parametrize("tied_head", [False, True])
 def test_memory_of_a_whole_plan_is_read_off_a_few_ranks(schedule: ScheduleName, zero: int, tied_head: bool) -> None:
@@ -106,8 +113,8 @@ def test_memory_of_a_whole_plan_is_read_off_a_few_ranks(schedule: ScheduleName, 
     model = MODEL.replace(tied_head=tied_head, name="maybe-tied")
     asked = pose(model, base.cluster, base.batch._replace(global_batch=36))
     replicas = [Replica(unit, 2 + unit.device_type, 6 + 6 * unit.device_type) for unit in units_in_order(asked, 1)]
-    stage = WholeStage(((0, model.layers),), replicas, zero, "full")
-    used = rank_memory(Layout(plan_of(asked, schedule, [stage]), model, asked.cluster))
+    stage = WholeStage(replicas, zero, "full")
+    used = rank_memory(Layout(plan_of(asked, schedule, stage), model, asked.cluster))
     for held, entry in zip(held_alone(asked, schedule, stage), used, strict=True):
         part = shared_bytes(asked, zero) / asked.size
         assert held.alone + part == pytest.approx(entry.bytes, abs=64)  # parts are whole bytes

@@ -48,10 +48,10 @@ def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = 
     offloads: list[tuple[Offload, ...]] = [(), ("activations",)]
     for recompute in problem.recomputes:
         for offload in offloads if "activations" in problem.capabilities.offload else offloads[:1]:
-            wanted = WholeStage((), (), zero, recompute, offload)
+            wanted = WholeStage((), zero, recompute, offload)
             most, stage, cut = _largest(problem, unit_costs, state, wanted, schedule, limit_seconds)
             if stage is not None:
-                yield candidate_of(problem, f"cephalo {recompute} {offload} {most}", schedule, [stage])
+                yield candidate_of(problem, f"cephalo {recompute} {offload} {most}", schedule, stage)
                 if not cut and not stage.state_shares:
                     break  # more room would change nothing
 
@@ -94,7 +94,7 @@ def _stage(
         replicas = _replicas(problem, curves, limits)
         if replicas is None:
             break
-        placed = stage._replace(chunks=((0, problem.model.layers),), replicas=replicas)
+        placed = stage._replace(replicas=replicas)
         rooms = _rooms(problem, schedule, placed, state)
         shares = _state_shares(rooms)
         if shares is not None:

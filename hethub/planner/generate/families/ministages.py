@@ -6,18 +6,18 @@ memory: what is resident is then a chunk or two, not the stage.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import takewhile
 from operator import itemgetter
 from typing import NamedTuple
 
-from hethub.planner.candidate.candidate import Candidate, ReplicaGroup, assign_units
-from hethub.planner.candidate.materialize import chunked
-from hethub.planner.candidate.samples import divide
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.materialize import materialize
+from hethub.planner.candidate.samples import Worker
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import MIDDLE
 from hethub.planner.generate.families import zorse
-from hethub.planner.generate.families.whole import Replica, WholeStage, candidate_of
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.memory.ranks import all_fit, rank_memory
@@ -149,21 +149,20 @@ def _in_chunks(
     problem: Problem, unit_costs: UnitCosts, candidate: Candidate, chunks: int, zero: int
 ) -> Candidate | None:
     """The candidate in chunks with the least offloading that fits; None where none does."""
-    replicas = _replicas(problem, unit_costs, candidate)
-    if replicas is None:
-        return None
-    layers = chunked([stage.layers for stage in candidate.stages], chunks)
+
+    def worker(stage: CandidateStage, group: ReplicaGroup, first: bool, last: bool) -> Worker:
+        return unit_costs.worker(stage, group, False, False)  # a chunk between the ends
+
     for offload in _offloads(problem, candidate.stages[0].recompute):
-        stages = [
-            WholeStage(own, placed, zero, stage.recompute, offload)
-            for stage, own, placed in zip(candidate.stages, layers, replicas, strict=True)
-        ]
-        name = f"zorse {candidate.shape} {candidate.stages[0].groups} in {chunks} {offload}"
-        whole = candidate_of(problem, name, "ministages", stages)
-        assert whole.plan is not None
-        layout = Layout(whole.plan, problem.model, problem.cluster)
+        stages = tuple([replace(stage, zero=zero, offload=offload) for stage in candidate.stages])
+        cut = replace(candidate, stages=stages, schedule="ministages", chunks=chunks)
+        plan = materialize(cut, problem, worker, None)
+        if plan is None:
+            return None
+        layout = Layout(plan, problem.model, problem.cluster)
         if all_fit(layout, rank_memory(layout), problem.constraints.reserve):
-            return whole
+            name = f"zorse {candidate.shape} {candidate.stages[0].groups} in {chunks} {offload}"
+            return Candidate(tuple([replace(stage, offload=()) for stage in stages]), name=name, plan=plan)
     return None
 
 
@@ -173,17 +172,3 @@ def _offloads(problem: Problem, recompute: Recompute) -> list[tuple[Offload, ...
     ladder = LADDER if recompute == "full" else LADDER[1:]
     offloads = [ladder[:count] for count in range(len(ladder) + 1)]
     return [offload for offload in offloads if {*offload} <= {*problem.capabilities.offload}]
-
-
-def _replicas(problem: Problem, unit_costs: UnitCosts, candidate: Candidate) -> list[list[Replica]] | None:
-    """Per stage, its ranks with samples for their speed; None where they cannot be placed."""
-    assigned, total = assign_units(candidate, problem), problem.batch.global_batch
-    if assigned is None or max(candidate.replica_counts) > total:
-        return None
-    found = []
-    for stage, own in zip(candidate.stages, assigned, strict=True):
-        sorts = {(unit.device_type, b) for unit, b in own}
-        curves = {(k, b): unit_costs.worker(stage, ReplicaGroup(k, 1, b, 1), False, False) for k, b in sorts}
-        divided = divide(total, [curves[unit.device_type, b] for unit, b in own])
-        found.append([Replica(*placed, samples) for placed, samples in zip(own, divided, strict=True)])
-    return found

@@ -64,8 +64,8 @@ def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = 
     for index, (steps, recompute, zero) in enumerate(nsmallest(EVALUATED, found)):
         replicas = _replicas(problem, steps)
         if replicas is not None:
-            stage = WholeStage(((0, problem.model.layers),), replicas, zero, recompute)
-            yield candidate_of(problem, f"poplar zero {zero} {recompute} {index}", "1f1b", [stage])
+            stage = WholeStage(replicas, zero, recompute)
+            yield candidate_of(problem, f"poplar zero {zero} {recompute} {index}", "1f1b", stage)
 
 
 def _is_allowed(problem: Problem) -> bool:
@@ -173,9 +173,7 @@ def _largest_fitting(problem: Problem, recompute: Recompute, zero: int) -> list[
     def alone(like: int, batch: int) -> float:
         # Twice: a microbatch's last reduction goes on beside the next one.
         replica = Replica(Unit(like, (0,)), batch, 2 * batch)
-        return held_alone(problem, "1f1b", WholeStage(((0, problem.model.layers),), [replica], zero, recompute))[
-            0
-        ].alone
+        return held_alone(problem, "1f1b", WholeStage([replica], zero, recompute))[0].alone
 
     def fits(device_type: int, batch: int) -> bool:
         like = probes.index(probes[device_type])  # memory tells no more apart

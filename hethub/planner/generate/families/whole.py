@@ -1,5 +1,5 @@
-"""Whole plans of one-rank replicas, for families whose schedules, samples or offloading the search does not move
-about."""
+"""Plans of a single stage of one-rank replicas, for families whose samples and shares of the state the search does not
+move about."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,9 +39,8 @@ class Held(NamedTuple):
 
 
 class WholeStage(NamedTuple):
-    """A stage of one-rank replicas, its layers as chunks; in the order that `stage_spec` takes it."""
+    """A stage of one-rank replicas with all layers, in the order that `stage_spec` takes it."""
 
-    chunks: tuple[tuple[int, int], ...]
     replicas: Sequence[Replica]
     zero: int
     recompute: Recompute
@@ -49,23 +48,16 @@ class WholeStage(NamedTuple):
     state_shares: Mapping[int, float] = {}
 
 
-def plan_of(problem: Problem, schedule: ScheduleName, stages: Sequence[WholeStage]) -> PlanSpec:
-    """The plan of these stages."""
-    return problem.plan(schedule, (stage_spec(problem, *stage) for stage in stages))
+def plan_of(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> PlanSpec:
+    """The plan of this stage alone."""
+    return problem.plan(schedule, [stage_spec(problem, ((0, problem.model.layers),), *stage)])
 
 
-def candidate_of(problem: Problem, name: str, schedule: ScheduleName, stages: Sequence[WholeStage]) -> Candidate:
+def candidate_of(problem: Problem, name: str, schedule: ScheduleName, stage: WholeStage) -> Candidate:
     """The plan as a candidate that is evaluated as it stands."""
-    formed = tuple(
-        CandidateStage(
-            sum(stop - start for start, stop in stage.chunks),
-            merged([ReplicaGroup(own.unit.device_type, 1, own.micro_batch, 1) for own in stage.replicas]),
-            stage.recompute,
-            stage.zero,
-        )
-        for stage in stages
-    )
-    return Candidate(formed, name=name, plan=plan_of(problem, schedule, stages))
+    groups = merged([ReplicaGroup(own.unit.device_type, 1, own.micro_batch, 1) for own in stage.replicas])
+    formed = CandidateStage(problem.model.layers, groups, stage.recompute, stage.zero)
+    return Candidate((formed,), name=name, plan=plan_of(problem, schedule, stage))
 
 
 def shared_bytes(problem: Problem, zero: int) -> float:
@@ -87,7 +79,7 @@ def held_alone(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> l
     batch = problem.batch._replace(global_batch=sum(own.samples for own in few))
     asked = replace(problem, cluster=cluster, batch=batch)
     placed = [own._replace(unit=own.unit._replace(ranks=(rank,))) for rank, own in enumerate(few)]
-    plan = plan_of(asked, schedule, [stage._replace(replicas=placed, state_shares={})])
+    plan = plan_of(asked, schedule, stage._replace(replicas=placed, state_shares={}))
     part = shared_bytes(problem, stage.zero) / len(few)
     used = rank_memory(Layout(plan, problem.model, cluster))
     held = {sort: Held(one.bytes - part, one.parts["framework"]) for sort, one in zip(sorts, used, strict=False)}
