@@ -91,13 +91,9 @@ class _Paces:
         assert made.plan is not None
         if "parameters" not in made.plan.stages[0].offload:
             return 0.0
-        num_bytes, seconds = (
-            2 * self._unit_costs.width * self._problem.model.layer_parameters,
-            self._costs.times.host_seconds,
-        )
-        return max(
-            stage.layers * num_bytes * max(seconds[own.device_type] for own in stage.groups) for stage in plain.stages
-        )
+        num_bytes = 2 * self._unit_costs.width * self._problem.model.layer_parameters
+        slowest = [max(self._costs.times.host_seconds[own.device_type] for own in s.groups) for s in plain.stages]
+        return max(stage.layers * num_bytes * each for stage, each in zip(plain.stages, slowest, strict=True))
 
     def _pace(self, candidate: Candidate, index: int) -> _Pace:
         stage, compute, microbatch = candidate.stages[index], 0.0, 0.0
