@@ -242,9 +242,13 @@ def _chosen(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec", pro
     plan = load_plan_of(job, file)
     if not options.bounds and options.alone is None:
         return _Chosen("plan file", plan, None, None)
+    from hethub.planner import Batch
     from hethub.planner.explain.homogeneous_sum import homogeneous_parts, makers_alone_tokens_per_second
+    from hethub.planner.problem.pose import pose
 
-    alone = homogeneous_parts(*question, profile, software, processors())
+    batch = Batch(*job.spec.train.batch)
+    problem = pose(job.model, cluster, batch, job.spec.constraints, profile, software)
+    alone = homogeneous_parts(problem, processors())
     return _Chosen("plan file", plan, alone or (), makers_alone_tokens_per_second(alone))
 
 
