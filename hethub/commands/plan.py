@@ -79,7 +79,7 @@ def plan(options: argparse.Namespace) -> None:
     from hethub.predictor.cost.profile import assumed_speeds
     from hethub.predictor.cost.software import hethub_software
     from hethub.predictor.predict import with_staging
-    from hethub.report.alone import save_alone
+    from hethub.report.explanation import save_alone
     from hethub.report.tables import print_plan
     from hethub.spec.job import load_job
     from hethub.spec.layout.bind import bind
@@ -182,7 +182,7 @@ def predict(options: argparse.Namespace) -> None:
         write_trace(chrome_trace(prediction.timeline or (), names, "predicted"), options.trace)
         written.append(options.trace)
     if options.alone is not None:
-        from hethub.report.alone import save_alone
+        from hethub.report.explanation import save_alone
 
         written += save_alone(chosen.homogeneous_parts or (), job.model, options.alone)
     assumed = assumed_speeds(job.cluster, chosen.plan.precision, profile)
@@ -242,9 +242,13 @@ def _chosen(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec", pro
     plan = load_plan_of(job, file)
     if not options.bounds and options.alone is None:
         return _Chosen("plan file", plan, None, None)
+    from hethub.planner import Batch
     from hethub.planner.explain.homogeneous_sum import homogeneous_parts, makers_alone_tokens_per_second
+    from hethub.planner.problem.pose import pose
 
-    alone = homogeneous_parts(*question, profile, software, processors())
+    batch = Batch(*job.spec.train.batch)
+    problem = pose(job.model, cluster, batch, job.spec.constraints, profile, software)
+    alone = homogeneous_parts(problem, processors())
     return _Chosen("plan file", plan, alone or (), makers_alone_tokens_per_second(alone))
 
 
@@ -264,9 +268,8 @@ def _add_diff(commands: Any) -> None:
 
 
 def diff(options: argparse.Namespace) -> None:
-    from hethub.planner import diff as compare
-    from hethub.planner import side_of_layout, side_of_program
-    from hethub.report.tables import print_diff
+    from hethub.report.diff import diff as compare
+    from hethub.report.diff import print_diff, side_of_layout, side_of_program
     from hethub.spec.layout.bind import bind_file
     from hethub.spec.plan import load_plan
     from hethub.spec.program import is_program_plan, load_program_plan

@@ -4,7 +4,6 @@ Start reading: plan.py, then search/auto.py.
 May import: spec, predictor.
 """
 
-from hethub.planner.explain.diff import PlanDiff, diff, side_of_layout, side_of_program
 from hethub.planner.plan import plan
 from hethub.planner.problem.problem import Batch
 from hethub.planner.result import FamilyRow, HomogeneousPart, PlanResult, RunnerUp
@@ -13,11 +12,7 @@ __all__ = [
     "Batch",
     "FamilyRow",
     "HomogeneousPart",
-    "PlanDiff",
     "PlanResult",
     "RunnerUp",
-    "diff",
     "plan",
-    "side_of_layout",
-    "side_of_program",
 ]

@@ -1,17 +1,21 @@
-"""Why a plan and not another: runners-up, what each named system would have chosen, what binds, what was not
-searched."""
+"""Why a plan and not another: runners-up, what each named system would have chosen, every device type alone, what binds,
+what was not searched."""
 
+from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from hethub.runtime.console import make_table
-from hethub.spec.plan import PlanSpec, StageSpec
+from hethub.spec.documents import write_yaml
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlanSpec, StageSpec, save_plan
 
 if TYPE_CHECKING:
-    from hethub.planner import PlanResult
+    from hethub.planner import HomogeneousPart, PlanResult
 
 MOST_KINDS = 4  # of stages, shown of a runner-up
 
@@ -41,17 +45,33 @@ def print_explanation(result: "PlanResult", console: Console) -> None:
         console.print(reason.sentence())
     if result.families:
         console.print("not searched:")
-        for how, parts in _grouped(result).items():
-            console.print(f"- {how}: {', '.join(parts)}" if parts else f"- {how}")
+        for entry in result.not_searched:
+            console.print(f"- {entry.text}")
 
 
-def _grouped(result: "PlanResult") -> dict[str, list[str]]:
-    """What was not searched, by how far it was: `schedule layered` and `ZeRO 3` under what both are limited to."""
-    found: dict[str, list[str]] = {}
-    for entry in result.not_searched:
-        what, colon, how = entry.text.partition(": ")
-        found.setdefault(how if colon else what, []).extend([what] if colon else [])
-    return {how.replace("propose it", "propose them"): what for how, what in found.items()}
+def print_alone(alone: Sequence["HomogeneousPart"], console: Console) -> None:
+    """A line for every device type, with its part of the batch, its throughput and its plan."""
+    for each in alone:
+        lifted = ", its memory limit lifted since it cannot hold the model" if each.memory_lifted else ""
+        console.print(
+            f"alone: {each.count} x {each.accelerator} ({each.island}), {each.global_batch} samples: "
+            f"{each.tokens_per_second:,.0f} tokens/s{lifted}, {each.plan.schedule}, {shape(each.plan)}"
+        )
+    if not alone:
+        console.print("not compared with the makers alone: the batch leaves one device type without a sample")
+
+
+def save_alone(alone: Sequence["HomogeneousPart"], model: ModelSpec, folder: Path) -> list[Path]:
+    """Writes a folder per device type; `hethub report` and `diff` read its plan.yaml, cluster.yaml and model.yaml."""
+    written = []
+    for index, each in enumerate(alone):
+        own = folder / f"{index}-{each.accelerator}-{each.island}"
+        own.mkdir(parents=True, exist_ok=True)
+        save_plan(each.plan, own / "plan.yaml")
+        write_yaml(each.cluster.to_dict(), own / "cluster.yaml")
+        write_yaml(model.to_dict(), own / "model.yaml")
+        written.append(own)
+    return written
 
 
 def _offloaded(plan: PlanSpec) -> dict[str, list[int]]:

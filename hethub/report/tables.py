@@ -12,8 +12,7 @@ from rich.table import Table
 
 from hethub.predictor import Prediction
 from hethub.predictor.calibration.validation.goals import FamilyOut
-from hethub.report.alone import print_alone
-from hethub.report.explanation import print_explanation
+from hethub.report.explanation import print_alone, print_explanation
 from hethub.runtime.console import make_console, make_table
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec
@@ -22,7 +21,7 @@ from hethub.spec.plan import PlanSpec, ReplicaSpec
 from hethub.spec.ranges import show_ranks
 
 if TYPE_CHECKING:  # the planner's search takes a while to load, and most tables are not its
-    from hethub.planner import HomogeneousPart, PlanDiff, PlanResult
+    from hethub.planner import HomogeneousPart, PlanResult
     from hethub.runtime.doctor.ranks import RanksExamined
 
 GIB = 2**30
@@ -219,31 +218,6 @@ def _print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
         if not console.soft_wrap:
             line = textwrap.fill(line, console.width, subsequent_indent=indent, break_long_words=False)
         console.print(line, soft_wrap=True)
-
-
-def print_diff(result: "PlanDiff") -> None:
-    """What differs between two plans, and the seconds that it costs."""
-    console = make_console()
-    table = make_table("key", "first", "second")
-    for difference in result.differences:
-        table.add_row(difference.key, difference.first or "", difference.second or "")
-    console.print(table if result.differences else "the plans are equal")
-    first, second = result.step_seconds
-    rates, slower = result.tokens_per_second, result.slower_percent
-    asked = f"step {first:.4g} s and {second:.4g} s"
-    if any(difference.key in ("global_batch", "seq_len") for difference in result.differences):
-        slower = 100.0 * (rates[0] / rates[1] - 1.0)
-        asked += f" of unlike batches, {rates[0]:,.0f} and {rates[1]:,.0f} tokens/s"
-    beside = f"the second is {abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"
-    console.print(f"{asked}: {beside if abs(slower) >= 0.05 else 'both are as fast'}")
-    parts = {part: seconds for part, seconds in result.parts().items() if abs(seconds) > 1e-6 * first}
-    if parts:
-        console.print(f"of which {', '.join(f'{part} {seconds:+.4g} s' for part, seconds in parts.items())}")
-    one, two = (size / GIB for size in result.memory_bytes)
-    console.print(f"the fullest rank needs {one:.2f} and {two:.2f} GiB")
-    for which, fits in zip(("first", "second"), result.fits, strict=True):
-        if not fits:
-            console.print(f"the {which} does not fit: a rank needs more than its accelerator has")
 
 
 def print_accelerators(accelerators: Sequence[AcceleratorSpec]) -> None:

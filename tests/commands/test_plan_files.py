@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from hethub.cli import run
-from hethub.planner import diff
-from hethub.planner.explain.diff import describe_stage
+from hethub.report.diff import describe_stage, diff, side_of_layout
 from hethub.runtime.run_folder import RunFolder
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import load_job
@@ -136,12 +135,16 @@ CHANGES = {
 }  # fmt: skip
 
 
+def differing(*layouts):
+    return diff(*(side_of_layout(layout, None, 0.06) for layout in layouts))
+
+
 @pytest.mark.parametrize(
     ("key", "other"),
     [(key, other) for key, others in CHANGES.items() for other in (others if isinstance(others, list) else [others])],
 )
 def test_every_field_of_a_plan_is_compared(key, other):
-    compared = diff(bind(GIVEN, MODEL_SPEC, CLUSTER_SPEC), bind(other, MODEL_SPEC, CLUSTER_SPEC))
+    compared = differing(bind(GIVEN, MODEL_SPEC, CLUSTER_SPEC), bind(other, MODEL_SPEC, CLUSTER_SPEC))
     assert [difference.key for difference in compared.differences] == [key]
     (difference,) = compared.differences
     assert difference.first != difference.second
@@ -154,9 +157,9 @@ def test_no_field_of_a_stage_or_replica_is_left_out_of_its_description():
 
 def test_models_and_clusters_of_two_plans_are_compared_too():
     faster = ClusterSpec.model_validate({**CLUSTER, "links": {"in_node": {"latency_seconds": 1e-6}}})
-    compared = diff(bind(GIVEN, MODEL_SPEC, CLUSTER_SPEC), bind(GIVEN, MODEL_SPEC, faster))
+    compared = differing(bind(GIVEN, MODEL_SPEC, CLUSTER_SPEC), bind(GIVEN, MODEL_SPEC, faster))
     assert "job.cluster.links.in_node.latency_seconds" in [each.key for each in compared.differences]
-    deeper = diff(bind(GIVEN, MODEL_SPEC, CLUSTER_SPEC), bind(GIVEN, MODEL_SPEC.replace(ffn=128), CLUSTER_SPEC))
+    deeper = differing(bind(GIVEN, MODEL_SPEC, CLUSTER_SPEC), bind(GIVEN, MODEL_SPEC.replace(ffn=128), CLUSTER_SPEC))
     assert [each.key for each in deeper.differences] == ["job.model.ffn"]
 
 

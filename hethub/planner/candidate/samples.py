@@ -1,5 +1,6 @@
 """Samples for replicas of unlike speed: the exact integer division of a batch with the earliest finish, and its end."""
 
+import heapq
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -86,8 +87,6 @@ def divide(total: int, workers: Sequence[Worker], least: int = 1) -> list[int]:
 
 def _take_back(counts: list[int], workers: Sequence[Worker], surplus: int, least: int) -> list[int]:
     """Removes `surplus` samples one at a time from whoever would finish last and has more than the least."""
-    import heapq
-
     queue = [(-worker.seconds(counts[i]), i) for i, worker in enumerate(workers) if counts[i] > least]
     heapq.heapify(queue)
     while surplus > 0:

@@ -46,7 +46,7 @@ class StageTimes:
         per_host = problem.cluster.links.staging.per_host_gbytes_per_second
         real = not problem.cluster.emulated
         on_cpu = np.array([real and is_cpu(device) for device in devices])
-        self._host, both = (  # seconds of a byte where all of a machine offload, and where others go the other way
+        self.host_seconds, both = (  # of a byte where all of a machine offload, and where others go the other way
             [
                 1e-9 / host_gbytes_per_second(device, fit, per_host, directions * node.accelerators)
                 for device, node in zip(devices, nodes, strict=True)
@@ -59,12 +59,12 @@ class StageTimes:
         ]
         # By device type, and last what nobody has, whose device type is -1.
         self._capacity = np.array([*map(problem.capacity, range(len(devices))), _BOUNDLESS])  # bytes of a rank
-        self._host_one_way = np.append(self._host, 0.0)  # seconds of a byte
+        self._host_one_way = np.append(self.host_seconds, 0.0)  # seconds of a byte
         # The same each way at once; CPUs copy one after the other.
         self._host_both_ways = np.append(np.where(on_cpu, 2 * self._host_one_way[:-1], both), 0.0)
         self._host_bytes = np.append(host_bytes, _BOUNDLESS)
         # Seconds until a rank's part of its host is full.
-        self._host_filled = np.append(self._host_bytes[:-1] * self._host, 1.0)
+        self._host_filled = np.append(self._host_bytes[:-1] * self.host_seconds, 1.0)
         self._overlap = np.append(np.where(on_cpu, 1.0, fit["overlap_cost"]), 0.0)
         self._beside_step = np.append(np.where(on_cpu | (not real), 0.0, fit["overlap_cost"]), np.inf)
 
@@ -252,7 +252,7 @@ class StageTimes:
                 plain = Mode(placed.stage.zero)
                 for i, group in enumerate(placed.stage.groups):
                     at = self._coefficients(*group[:3], placed.stage.recompute, plain, MIDDLE)
-                    found[s, i] = at.layer_microbatch * placed.stage.layers * self._host[group.device_type]
+                    found[s, i] = at.layer_microbatch * placed.stage.layers * self.host_seconds[group.device_type]
         return found
 
     def _hosted(self, own: Side, sums: Sums) -> np.ndarray:

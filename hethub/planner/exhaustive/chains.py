@@ -34,17 +34,19 @@ class Chains:
         above: _Dealt | None = None
         for index, stage in enumerate(self.stages):
             rows, ways = stage.rows(branches, options[:, index])
-            dealt, work = _Dealt(*(part[ways] for part in stage.axis[:3])), _Work.of(stage, rows, ways)
+            cut = stage.microbatchings
+            dealt = _Dealt(cut.replicas[ways], cut.starts[ways], cut.stops[ways])
+            work = _Work.of(stage, rows, ways)
             if above is None:
                 down = up = np.zeros(dealt.replicas.shape)
             else:
                 across = self.boundaries[index - 1].seconds(branches, above, dealt)
                 down, up = down + across, up + across
-            forward, backward = (stage.of_samples(rows, way, dealt) for way in (0, 1))
+            forward, backward = (stage.of_samples(rows, index, dealt) for index in (0, 1))
             down = _passed(dealt, down, stage.updates[rows], forward)
             up = _passed(dealt.mirrored, up[:, ::-1], work.left, backward[:, ::-1])[:, ::-1]
-            begun = np.take_along_axis(down, stage.axis.firsts[ways], axis=1) - work.first
-            back = np.take_along_axis(up, stage.axis.lasts[ways], axis=1)
+            begun = np.take_along_axis(down, cut.firsts[ways], axis=1) - work.first
+            back = np.take_along_axis(up, cut.lasts[ways], axis=1)
             whole = np.maximum(back + work.before_last, work.busy + work.reduced)
             found, above = np.maximum(found, (begun + whole).max(axis=1)), dealt
         return found
@@ -56,13 +58,13 @@ class ChainStage:
     def __init__(self, options: Sequence[StageOptions]) -> None:
         every, self._number_of = _unlike(options)
         modes = [mode for own in every for mode in own.modes]
-        self.microbatchings, self.axis = every[0].microbatchings, every[0].axis
+        self.microbatchings = every[0].microbatchings
         self.last_pass = modes[0].last_pass
         self.updates = np.stack([mode.updates for mode in modes])  # [mode, replica]
         self.seconds = np.stack([mode.seconds for mode in modes])  # [mode, pass, replica, samples]
         self.reductions = np.array([mode.reduction[:2] for mode in modes])
         replicas = np.arange(self.seconds.shape[2])
-        largest = self.seconds[:, 0, replicas, self.microbatchings.sizes]  # [mode, way, replica]
+        largest = self.seconds[:, 0, replicas, self.microbatchings.sizes]  # [mode, microbatching, replica]
         self.able = np.isfinite(largest).all(axis=2)
         firsts = np.cumsum([0, *(len(own.modes) for own in every)])
         self._first_of = firsts[self._number_of]
@@ -84,9 +86,9 @@ class ChainStage:
         points, places = np.nonzero(able)
         return points, members[points, places] * len(self.microbatchings) + ways[points]
 
-    def of_samples(self, rows: np.ndarray, way: int, dealt: "_Dealt") -> np.ndarray:
+    def of_samples(self, rows: np.ndarray, pass_index: int, dealt: "_Dealt") -> np.ndarray:
         """Seconds of each sample's microbatch in a pass: [point, sample]."""
-        return self.seconds[rows[:, None], way, dealt.replicas, dealt.stops - dealt.starts]
+        return self.seconds[rows[:, None], pass_index, dealt.replicas, dealt.stops - dealt.starts]
 
 
 class ChainBoundary:

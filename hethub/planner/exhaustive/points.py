@@ -153,11 +153,11 @@ def branches_below(limit: float, costs: StageCosts, shape: Shape) -> list[tuple[
     stages: list[dict[int, StageOptions]] = []
     least: list[StageBounds] = []
     for stage, own in enumerate(cuts.T):
-        counts, rows, device_types = np.unique(own, return_index=True, return_inverse=True)
+        counts, rows, number_of = np.unique(own, return_index=True, return_inverse=True)
         examples = zip(counts.tolist(), cuts[rows].tolist(), strict=True)
         stages.append({layers: costs.options(shape, cut, stage) for layers, cut in examples})
         parts = zip(*(options.least for options in stages[-1].values()), strict=True)
-        least.append(StageBounds(*(np.concatenate(part)[device_types] for part in parts)))
+        least.append(StageBounds(*(np.concatenate(part)[number_of] for part in parts)))
     bounds = step_bound(least, costs.nearest(shape))
     found = []
     for row in np.nonzero(bounds < limit)[0].tolist():

@@ -1,23 +1,23 @@
 """Plans that cut the samples alike, replayed all at once: the order of their actions is one, only seconds differ."""
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from hethub.predictor.pipeline.replay import NONE, TaskGraph, replay
+from hethub.predictor.pipeline.wiring import Wiring
 from hethub.spec.layout.bind import Layout
-from hethub.spec.layout.execution import actor_order
 from hethub.spec.schedule.actions import Kind
-from hethub.spec.schedule.microbatches import overlaps
-from hethub.spec.schedule.orders import NO_MICROBATCH
 
 PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 
 
 class Work(NamedTuple):
-    """A replica's part of an action: its microbatch's pass, as an index of PASSES, and samples."""
+    """A replica's part of an action: its microbatch's pass, of PASSES, and samples."""
 
-    way: int
+    pass_index: int
     replica: int
     samples: int
 
@@ -40,7 +40,7 @@ class Node(NamedTuple):
     needs: tuple[Need, ...]
 
 
-class Passed(NamedTuple):
+class StageSeconds(NamedTuple):
     """What a stage of many plans costs: arrays over them."""
 
     seconds: np.ndarray  # [plan, pass, replica, samples]
@@ -54,94 +54,60 @@ class Ends(NamedTuple):
     start: np.ndarray
 
 
-class _Microbatch(NamedTuple):
-    """A microbatch on the sample axis, and its place among those of its actor."""
-
-    actor: tuple[int, int]
-    turn: int
-    replica: int
-    samples: int
-
-
-def nodes_of(layout: Layout) -> list[Node]:
-    """All passes of all microbatches, in an order in which they can run."""
-    microbatches = [_microbatches(layout, stage) for stage in range(layout.num_stages)]
-    needs = _needs(layout, microbatches)
-    entries: dict[tuple[int, int], Iterator[tuple[int, int]]] = {
-        actor: _passes(layout, *actor)
-        for actor in dict.fromkeys(microbatch.actor for own in microbatches for microbatch in own)
+def nodes_of(layout: Layout) -> dict[int, Node]:
+    """All passes of all microbatches by number, in an order in which they can run."""
+    wiring = Wiring(layout, full=True)
+    works, needs = _works(wiring), _needs(wiring)
+    orders = [[node for node in own if node in works] for own in wiring.orders]
+    count = wiring.orders[-1].stop
+    graph = TaskGraph([1.0] * count, [NONE] * count, [0.0] * count, orders=orders)
+    for node, own in needs.items():
+        graph.needs[node] = [(need.node, 0.0) for need in own]
+    ends = replay(graph)  # each as long: what waits for another ends later
+    actors = {run.actor: place for place, run in reversed(wiring.runs.items())}
+    actor_of = {node: actors[actor] for actor, own in enumerate(orders) for node in own}
+    return {
+        node: Node(actor_of[node], tuple(dict.fromkeys(works[node])), tuple(needs[node]))
+        for node in sorted(works, key=ends.__getitem__)
     }
-    of_round: dict[tuple[tuple[int, int], int], list[_Microbatch]] = {}  # those of a round
-    for own in microbatches:
-        for microbatch in own:
-            of_round.setdefault((microbatch.actor, microbatch.turn), []).append(microbatch)
-    heads = {actor: next(order) for actor, order in entries.items()}
-    done: dict[tuple[tuple[int, int], int, int], int] = {}  # by actor, pass and index
-    nodes: list[Node] = []
-    while heads:
-        before = len(nodes)
-        for actor in list(heads):
-            while actor in heads:
-                way, index = heads[actor]
-                wanted = needs.get((actor, way, index), [])
-                if any(source not in done for source, *_ in wanted):
-                    break
-                works = tuple(dict.fromkeys(Work(way, t.replica, t.samples) for t in of_round[actor, index]))
-                nodes.append(Node(actor, works, tuple(Need(done[source], *rest) for source, *rest in wanted)))
-                done[actor, way, index] = len(nodes) - 1
-                if (following := next(entries[actor], None)) is None:
-                    del heads[actor]
-                else:
-                    heads[actor] = following
-        assert len(nodes) > before, "these microbatches wait for each other"
-    return nodes
 
 
-def _microbatches(layout: Layout, stage: int) -> list[_Microbatch]:
-    """A stage's microbatches in order of the sample axis."""
-    microbatching, in_rounds = layout.microbatchings[stage], layout.plan.runs_in_rounds(stage)
-    found = []
-    for replica, index, start, stop in zip(*microbatching, strict=True):
-        own = layout.round_numbers(stage, replica)[index] if in_rounds else index
-        found.append(_Microbatch((stage, layout.actor_of(stage, replica)), own, replica, stop - start))
+def _works(wiring: Wiring) -> dict[int, list[Work]]:
+    """By node, what replicas do in it."""
+    found: dict[int, list[Work]] = defaultdict(list)
+    for stage, (replicas, _, starts, stops) in enumerate(wiring.layout.microbatchings):
+        for kind, chunk in wiring.runs[stage, 0].order.computing:
+            own = [map(run.nodes.__getitem__, places) for run, places in wiring.turns(kind, stage, chunk)]
+            for node, replica, start, stop in zip(
+                wiring.by_microbatch(stage, own), replicas, starts, stops, strict=True
+            ):
+                found[node].append(Work(PASSES.index(kind), replica, stop - start))
     return found
 
 
-def _passes(layout: Layout, stage: int, actor: int) -> Iterator[tuple[int, int]]:
-    """What an actor does in order: pass and index."""
-    for kind, _, index in actor_order(layout, stage, actor).passes:
-        if index != NO_MICROBATCH:
-            yield PASSES.index(kind), index
-
-
-def _needs(layout: Layout, microbatches: Sequence[Sequence[_Microbatch]]) -> dict[object, list[tuple]]:
-    """By actor, pass and index, the passes on neighbouring stages to wait for, with what comes over."""
-    found: dict[object, list[tuple]] = {}
-    for stage in range(layout.num_stages - 1):
-        for a, b, samples in zip(
-            *overlaps(layout.microbatchings[stage], layout.microbatchings[stage + 1]), strict=True
-        ):
-            above, below = microbatches[stage][a], microbatches[stage + 1][b]
-            over = (stage, above.replica, below.replica, samples)
-            found.setdefault((below.actor, 0, below.turn), []).append(((above.actor, 0, above.turn), *over))
-            found.setdefault((above.actor, 1, above.turn), []).append(((below.actor, 1, below.turn), *over))
+def _needs(wiring: Wiring) -> dict[int, list[Need]]:
+    """By node, the passes on neighbouring stages to wait for, with what comes over."""
+    found: dict[int, list[Need]] = defaultdict(list)
+    for boundary, _, overlap, ways in wiring.boundaries:
+        for way in ways:
+            for node, row in [*zip(way.waiting, way.firsts, strict=True), *way.others]:
+                found[node].append(Need(way.sources[row], boundary, *overlap.pairs[overlap.pair_of[row]]))
     return found
 
 
-def ends_of(nodes: Sequence[Node], stages: Sequence[Passed], p2p_costs: Sequence[np.ndarray]) -> list[Ends]:
+def ends_of(nodes: Mapping[int, Node], stages: Sequence[StageSeconds], p2p_costs: Sequence[np.ndarray]) -> list[Ends]:
     """Per stage, when its compute ends in every plan. `p2p_costs` are, per boundary, the seconds
     [plan, replica above, replica below, samples]."""
     clock: dict[tuple[int, int], np.ndarray] = {}
     last: dict[tuple[int, int], np.ndarray] = {}
-    stops: list[np.ndarray] = []
-    for actor, works, needs in nodes:
+    stops: dict[int, np.ndarray] = {}
+    for number, (actor, works, needs) in nodes.items():
         seconds, begins = stages[actor[0]]
         start = clock[actor] if actor in clock else begins[:, actor[1]]
         for node, boundary, above, below, samples in needs:
             start = np.maximum(start, stops[node] + p2p_costs[boundary][:, above, below, samples])
-        spent = [seconds[:, way, replica, samples] for way, replica, samples in works]
-        stop = start + (spent[0] if len(spent) == 1 else np.maximum.reduce(spent))
-        stops.append(stop)
+        spent = [seconds[:, index, replica, samples] for index, replica, samples in works]
+        stops[number] = stop = start + (spent[0] if len(spent) == 1 else np.maximum.reduce(spent))
         clock[actor], last[actor] = stop, start
     return [
         Ends(*(np.maximum.reduce([ends[actor] for actor in clock if actor[0] == stage]) for ends in (clock, last)))

@@ -9,7 +9,7 @@ tried with more microbatches in flight.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
@@ -19,7 +19,7 @@ from hethub.planner.candidate.candidate import Candidate, CandidateStage, Replic
 from hethub.planner.candidate.materialize import materialize
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.exhaustive.points import Branch, Point, Points, branches_below, promising_floors, refined
-from hethub.planner.exhaustive.replay import Node, Passed, ends_of, nodes_of
+from hethub.planner.exhaustive.replay import Node, StageSeconds, ends_of, nodes_of
 from hethub.planner.exhaustive.shapes import excess, schedules_of, shapes_of
 from hethub.planner.exhaustive.stages import StageCosts
 from hethub.planner.problem.problem import Problem
@@ -82,7 +82,7 @@ class _Sweep:
 
     def __init__(self, incumbent: Incumbent) -> None:
         self.incumbent = incumbent
-        self.orders: dict[object, list[Node]] = {}
+        self.orders: dict[object, Mapping[int, Node]] = {}
         self.enough = len(incumbent.tried) + MOST_EVALUATED
         self.left = MOST_TIMED
         self.near: list[tuple[float, Point]] = []  # the fastest points with their seconds
@@ -165,7 +165,9 @@ def _runs(problem: Problem, point: Point) -> bool:
         return False
 
 
-def _timed(problem: Problem, points: Sequence[Point], orders: dict[object, list[Node]]) -> list[tuple[float, Point]]:
+def _timed(
+    problem: Problem, points: Sequence[Point], orders: dict[object, Mapping[int, Node]]
+) -> list[tuple[float, Point]]:
     """The points with the seconds of their step, all of one microbatching at once."""
     alike: dict[object, list[Point]] = {}
     for point in points:
@@ -178,14 +180,14 @@ def _timed(problem: Problem, points: Sequence[Point], orders: dict[object, list[
     return found
 
 
-def step_seconds(points: Sequence[Point], nodes: Sequence[Node]) -> list[float]:
+def step_seconds(points: Sequence[Point], nodes: Mapping[int, Node]) -> list[float]:
     """The step of points that cut the samples alike."""
     stages = list(zip(*(point.modes for point in points), strict=True))
     p2p_costs = [np.stack([point.branch.p2p_seconds(above) for point in points]) for above in range(len(stages) - 1)]
     updates = [np.stack([mode.updates for mode in own]) for own in stages]
     first = np.minimum.reduce([own.min(axis=1) for own in updates])
-    passed = [
-        Passed(np.stack([mode.seconds for mode in own]), update - first[:, None])
+    spent = [
+        StageSeconds(np.stack([mode.seconds for mode in own]), update - first[:, None])
         for own, update in zip(stages, updates, strict=True)
     ]
     reduced = [
@@ -193,7 +195,7 @@ def step_seconds(points: Sequence[Point], nodes: Sequence[Node]) -> list[float]:
             ends.stop + [mode.reduction.tail_seconds for mode in own],
             ends.start + [mode.reduction.seconds for mode in own],
         )
-        for ends, own in zip(ends_of(nodes, passed, p2p_costs), stages, strict=True)
+        for ends, own in zip(ends_of(nodes, spent, p2p_costs), stages, strict=True)
     ]
     return (np.maximum.reduce(reduced) + first).tolist()
 

@@ -19,7 +19,7 @@ from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.state_costs import Reduction
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
-from hethub.spec.schedule.microbatches import deal
+from hethub.spec.schedule.microbatches import deal_sizes
 
 Units = tuple[Unit, ...]  # the replicas of a stage
 Shape = tuple[Units, ...]
@@ -28,24 +28,19 @@ LEVELS = (0, 1, 3)  # of ZeRO: replicas of a round run ahead of each other under
 
 
 class Microbatchings(NamedTuple):
-    """All ways to divide the samples over a stage's replicas and to cut them into microbatches: arrays [way,
-    replica]."""
+    """All ways to divide the samples over a stage's replicas and to cut them into microbatches, and where these lie on
+    the sample axis."""
 
-    samples: np.ndarray
+    samples: np.ndarray  # [way, replica]
     sizes: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-
-class Axis(NamedTuple):
-    """The microbatches of all ways, dealt along the sample axis."""
-
     replicas: np.ndarray  # [way, sample], of the microbatch that holds it
     starts: np.ndarray
     stops: np.ndarray
     firsts: np.ndarray  # [way, replica], the first sample of its first microbatch
     lasts: np.ndarray  # the last sample of its last microbatch
+
+    def __len__(self) -> int:
+        return len(self.samples)
 
 
 class Cuts(NamedTuple):
@@ -65,28 +60,23 @@ class Cuts(NamedTuple):
 
 @cache
 def microbatchings(total: int, replicas: int, cuts: Cuts) -> Microbatchings:
-    """All samples in steps of one with all microbatch sizes."""
+    """All samples in steps of one with all microbatch sizes, dealt along the sample axis."""
     found = [
         (samples, sizes)
         for edges in combinations(range(1, total), replicas - 1)
         for samples in [tuple(b - a for a, b in pairwise((0, *edges, total)))]
         for sizes in product(*map(cuts.of, samples))
     ]
-    return Microbatchings(*(np.array(part, dtype=np.int64) for part in zip(*found, strict=True)))
-
-
-@cache
-def axis_of(total: int, replicas: int, cuts: Cuts) -> Axis:
-    """Where the microbatches of all `microbatchings` lie on the sample axis."""
     rows = []
-    for samples, sizes in zip(*(part.tolist() for part in microbatchings(total, replicas, cuts)), strict=True):
-        replicas_of = enumerate(zip(samples, sizes, strict=True))
-        dealt = deal([ReplicaSpec(ranks=(rank,), micro_batch=size, samples=own) for rank, (own, size) in replicas_of])
+    for samples, sizes in found:
+        dealt = deal_sizes(tuple(zip(sizes, samples, strict=True)))
         counts = np.subtract(dealt.stops, dealt.starts)
         rows.append([np.repeat(part, counts) for part in (dealt.replicas, dealt.starts, dealt.stops)])
     owners, starts, stops = np.array(rows).transpose(1, 0, 2)
     own = owners[:, None, :] == np.arange(replicas)[:, None]  # [way, replica, sample]
-    return Axis(owners, starts, stops, own.argmax(axis=2), total - 1 - own[..., ::-1].argmax(axis=2))
+    firsts, lasts = own.argmax(axis=2), total - 1 - own[..., ::-1].argmax(axis=2)
+    given, cut = map(np.array, zip(*found, strict=True))
+    return Microbatchings(given, cut, owners, starts, stops, firsts, lasts)
 
 
 def count_microbatchings(total: int, replicas: int, cuts: Cuts) -> float:
@@ -177,7 +167,6 @@ class StageOptions(NamedTuple):
     modes: tuple[Mode, ...]
     members: tuple[tuple[int, ...], ...]  # by floor, the modes that it stands for
     microbatchings: Microbatchings
-    axis: Axis
     bounds: StageBounds
     least: StageBounds  # what none of the bounds is below
 
@@ -195,7 +184,7 @@ def floor_of(modes: Sequence[Mode]) -> Mode:
     )
 
 
-def options_of(modes: Sequence[Mode], ways: Microbatchings, axis: Axis) -> StageOptions:
+def options_of(modes: Sequence[Mode], ways: Microbatchings) -> StageOptions:
     """The options of a stage from what it costs in every mode."""
     sorts = [[index for index, mode in enumerate(modes) if (mode.zero >= 2) == rounds] for rounds in (False, True)]
     members = [own for own in sorts if own]
@@ -203,7 +192,7 @@ def options_of(modes: Sequence[Mode], ways: Microbatchings, axis: Axis) -> Stage
     behind = tuple(tuple(len(floors) + index for index in own) for own in members)
     found = zip(*(bounds_of(floor, ways) for floor in floors), strict=True)
     bounds = StageBounds(*(np.concatenate(part) for part in found))
-    return StageOptions((*floors, *modes), behind, ways, axis, bounds, bounds.least)
+    return StageOptions((*floors, *modes), behind, ways, bounds, bounds.least)
 
 
 def bounds_of(mode: Mode, ways: Microbatchings) -> StageBounds:
@@ -252,8 +241,8 @@ class StageCosts:
             ]
             able = [self._fits(shape[stage], layers[stage], mode, position(*ends)) for mode in modes]
             modes = [limited(mode, fits) for mode, fits in zip(modes, able, strict=True)]
-            division = self.problem.batch.global_batch, len(shape[stage]), self.cuts
-            found = self._options[key] = options_of(modes, microbatchings(*division), axis_of(*division))
+            ways = microbatchings(self.problem.batch.global_batch, len(shape[stage]), self.cuts)
+            found = self._options[key] = options_of(modes, ways)
         return found
 
     def _fits(self, units: Units, layers: int, mode: Mode, place: int) -> np.ndarray:

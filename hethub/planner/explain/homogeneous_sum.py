@@ -9,32 +9,16 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.evaluate.processes import forked
-from hethub.planner.problem.pose import pose
-from hethub.planner.problem.problem import Batch, DeviceType, Problem
+from hethub.planner.problem.problem import DeviceType, Problem
 from hethub.planner.result import HomogeneousPart
 from hethub.planner.search.auto import search
 from hethub.planner.search.effort import effort_for
-from hethub.predictor.cost.profile import ProfileSpec
-from hethub.predictor.cost.software import HETHUB, Software
-from hethub.spec.accelerator import Precision
-from hethub.spec.cluster import ClusterSpec
-from hethub.spec.job import ConstraintsSpec
-from hethub.spec.model import ModelSpec
 
 Alone = tuple[HomogeneousPart, ...] | None  # every device type's part; None where the bound is undefined
 
 
-def homogeneous_parts(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    train: Batch | tuple[int, int, Precision],
-    constraints: ConstraintsSpec | None = None,
-    profile: ProfileSpec | None = None,
-    software: Software = HETHUB,
-    processes: int = 1,
-) -> Alone:
-    """The parts of the homogeneous sum for a job, whatever its plan; None where it is undefined."""
-    problem = pose(model, cluster, Batch(*train), constraints, profile=profile, software=software)
+def homogeneous_parts(problem: Problem, processes: int = 1) -> Alone:
+    """The parts of the homogeneous sum of a question, whatever its plan; None where it is undefined."""
     with homogeneous_parts_beside(problem, UnitCosts(problem), processes) as found:
         return found()
 

@@ -5,14 +5,9 @@ fused as in our runtime, leaves as much in memory as none; and uneven `tensor_sh
 one device type.
 """
 
-from collections.abc import Iterator
-from typing import get_args
-
-from hethub.planner.problem.problem import Capabilities, Problem
 from hethub.planner.result import Unsearched
-from hethub.spec.plan import Offload, ScheduleName
 
-_ALWAYS = (
+NOT_SEARCHED = (
     Unsearched("state_shares", "uneven state_shares, except as the cephalo family proposes them"),
     Unsearched("tp.other", "TP degrees that are no power of two"),
     Unsearched(
@@ -42,20 +37,3 @@ _ALWAYS = (
         "fewer and by local improvement",
     ),
 )
-
-
-def not_searched(problem: Problem) -> tuple[Unsearched, ...]:
-    """Every part of the plan space that this search does not enter, one entry each."""
-    return (*_beyond(problem.capabilities), *_ALWAYS)
-
-
-def _beyond(capable: Capabilities) -> Iterator[Unsearched]:
-    """What the plan format knows and the table of capabilities does not allow."""
-    for key, words, known, able in (
-        ("schedule", "schedule", get_args(ScheduleName), capable.schedules),
-        ("zero", "ZeRO", range(4), capable.zero),
-        ("offload", "offload of", get_args(Offload), capable.offload),
-    ):
-        for name in known:
-            if name not in able:
-                yield Unsearched(f"{key}.{name}", f"{words} {name}: not searched")

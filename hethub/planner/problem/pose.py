@@ -1,7 +1,8 @@
 """A question posed: checked before any search, or refused; constraints that contradict the job or each other are named in
 pairs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import chain
 
 from hethub.planner.problem.problem import Batch, Problem, collapse
 from hethub.predictor.cost.profile import ProfileSpec
@@ -37,7 +38,7 @@ def pose(
         software=software,
     )
     _check_precision(problem)
-    check_constraints(problem)
+    _check_constraints(problem)
     if batch.seq_len > model.max_seq_len:
         raise BadInput(
             f"seq_len is {batch.seq_len}, but model '{model.name}' takes at most {model.max_seq_len} tokens; shorten seq_len."
@@ -62,24 +63,13 @@ def _check_precision(problem: Problem) -> None:
 Contradiction = tuple[str, str]  # two things of which no plan can keep both
 
 
-def check_constraints(problem: Problem) -> None:
-    """Raises BadInput naming the first constraint that this version does not know, or the first pair that excludes
-    every plan."""
-    given, capable = problem.constraints, problem.capabilities
-    _check_listed("schedule", given.schedule, capable.schedules)
-    _check_listed("zero", given.zero, capable.zero)
+def _check_constraints(problem: Problem) -> None:
+    """Raises BadInput naming the first constraint that means nothing here, or the first pair that excludes every
+    plan."""
     _check_forbidden_names(problem)
     for checks in (_of_degrees, _of_products, _of_batches, _of_modes):
         for one, other in checks(problem):
             raise BadInput(f"constraints: {one} contradicts {other}; change one of them.")
-
-
-def _check_listed(key: str, value: object, known: Sequence[object]) -> None:
-    if value is not None and value not in known:
-        raise BadInput(
-            f"constraints: {key}: {value} is nothing that this version's planner proposes (a plan file may still ask for it); use one "
-            f"of {', '.join(map(str, known))}."
-        )
 
 
 def _check_forbidden_names(problem: Problem) -> None:
@@ -102,11 +92,10 @@ def _of_degrees(problem: Problem) -> Iterator[Contradiction]:
             f"tp: {given.tp}",
             f"the degrees that the heads of '{problem.model.name}' and the machines allow ({listed})",
         )
-    for device_type in problem.device_types if given.tp else ():
-        for machine in device_type.machines:
-            if given.tp and len(machine) % given.tp:
-                node = problem.cluster.places[machine[0]].node.name
-                yield (f"tp: {given.tp}", f"the {len(machine)} accelerators of node '{node}'")
+    for machine in _machines(problem):
+        if len(machine) % (given.tp or 1):
+            node = problem.cluster.places[machine[0]].node.name
+            yield (f"tp: {given.tp}", f"the {len(machine)} accelerators of node '{node}'")
     if given.pp and given.pp > problem.model.layers:
         yield (f"pp: {given.pp}", f"the {problem.model.layers} layers of model '{problem.model.name}'")
     if given.pp and given.pp > problem.size:
@@ -152,7 +141,7 @@ def _least_replicas(problem: Problem) -> int:
     allowed."""
     given = problem.constraints
     units = 0
-    for machine in (machine for device_type in problem.device_types for machine in device_type.machines):
+    for machine in _machines(problem):
         widest = given.tp or max(degree for degree in problem.degrees if degree <= len(machine))
         units += -(-len(machine) // widest)
     return -(-units // (given.pp or problem.model.layers))
@@ -170,6 +159,10 @@ def _of_modes(problem: Problem) -> Iterator[Contradiction]:
         )
     if given.pp == 1 and problem.forbidden:
         yield ("pp: 1", "forbid, two of whose accelerators would share the only stage")
+
+
+def _machines(problem: Problem) -> Iterator[tuple[int, ...]]:
+    return chain.from_iterable(device_type.machines for device_type in problem.device_types)
 
 
 def _all_of(problem: Problem) -> str:

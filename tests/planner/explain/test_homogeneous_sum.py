@@ -7,6 +7,8 @@ import pytest
 from hethub.planner import plan
 from hethub.planner.explain.homogeneous_sum import homogeneous_parts, makers_alone_tokens_per_second
 from hethub.planner.generate.families import FAMILIES
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from tests.predictor.plans import LLAMA_8B, TINY, cluster
@@ -21,13 +23,13 @@ def with_little_host_memory(on: ClusterSpec) -> ClusterSpec:
 def test_the_bound_of_a_job_is_the_one_that_planning_reports() -> None:
     on = cluster(("A100-SXM4-80GB", 1, 2), ("MI250X-GCD", 1, 2))
     found = plan(TINY, on, (16, 128, "bf16")).prediction.makers_alone_tokens_per_second
-    alone = homogeneous_parts(TINY, on, (16, 128, "bf16"))
+    alone = homogeneous_parts(pose(TINY, on, Batch(16, 128, "bf16")))
     assert makers_alone_tokens_per_second(alone) == pytest.approx(found)
 
 
 def test_a_kind_without_a_sample_leaves_it_undefined() -> None:
     on = cluster(("H100-SXM5-80GB", 1, 8), ("T4", 1, 1))
-    alone = homogeneous_parts(TINY, on, (2, 128, "fp16"))
+    alone = homogeneous_parts(pose(TINY, on, Batch(2, 128, "fp16")))
     assert alone is None
     assert makers_alone_tokens_per_second(alone) is None
 
@@ -51,7 +53,7 @@ ALONE: dict[str, Any] = {
 )
 def test_no_system_is_faster_on_a_homogeneous_part_than_the_bound_counts(name: str) -> None:
     model, on, (batch, seq_len, precision) = ALONE[name]
-    alone = homogeneous_parts(model, on, (batch, seq_len, precision))
+    alone = homogeneous_parts(pose(model, on, Batch(batch, seq_len, precision)))
     assert alone is not None
     assert [device_type.memory_lifted for device_type in alone] == [name == "memory lifted", False]
     for device_type in alone:

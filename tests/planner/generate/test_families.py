@@ -5,18 +5,12 @@ import pytest
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.families import FAMILIES
-from hethub.planner.generate.families.whole import (
-    WholeStage,
-    Worker,
-    held_alone,
-    memory_of,
-    plan_of,
-    ranks_by_device_type,
-    shared_bytes,
-)
+from hethub.planner.generate.families.uniform import units_in_order
+from hethub.planner.generate.families.whole import Replica, WholeStage, held_alone, plan_of, shared_bytes
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.predictor import predict
+from hethub.predictor.memory.ranks import rank_memory
 from hethub.predictor.memory.surroundings import PROCESS_BYTES
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
@@ -105,21 +99,25 @@ def test_zorse_cuts_stages_into_ministages_and_offloads_only_where_memory_asks_f
     assert any(stage.offload for plan in found[1] for stage in plan.stages)
 
 
+def test_ministages_keep_to_a_given_micro_batch() -> None:
+    """By speed alone the slow replicas had fewer samples than it, and every plan was refused."""
+    plans = [candidate.plan for candidate in whole_candidates("zorse", problem(batch=16, micro_batch=4))]
+    assert plans
+    assert all(r.micro_batch == 4 for plan in plans if plan for stage in plan.stages for r in stage.replicas)
+
+
 @pytest.mark.parametrize(("schedule", "zero"), [("layered", 3), ("1f1b", 3), ("1f1b", 2)])
 @pytest.mark.parametrize("tied_head", [False, True])
 def test_memory_of_a_whole_plan_is_read_off_a_few_ranks(schedule: ScheduleName, zero: int, tied_head: bool) -> None:
     base = problem()
     model = MODEL.replace(tied_head=tied_head, name="maybe-tied")
     asked = pose(model, base.cluster, base.batch._replace(global_batch=36))
-    workers = [
-        Worker(device_type, rank, 2 + device_type, 6 + 6 * device_type)
-        for device_type, rank in ranks_by_device_type(asked)
-    ]
-    stage = WholeStage(((0, model.layers),), workers, zero, "full")
-    held = held_alone(asked, schedule, stage)
-    for own, entry in zip(workers, memory_of(asked, plan_of(asked, schedule, [stage])), strict=True):
+    replicas = [Replica(unit, 2 + unit.device_type, 6 + 6 * unit.device_type) for unit in units_in_order(asked, 1)]
+    stage = WholeStage(replicas, zero, "full")
+    used = rank_memory(Layout(plan_of(asked, schedule, stage), model, asked.cluster))
+    for held, entry in zip(held_alone(asked, schedule, stage), used, strict=True):
         part = shared_bytes(asked, zero) / asked.size
-        assert held[own.load].alone + part == pytest.approx(entry.bytes, abs=64)  # parts are whole bytes
+        assert held.alone + part == pytest.approx(entry.bytes, abs=64)  # parts are whole bytes
 
 
 def test_zorse_parts_regions_before_it_parts_machines() -> None:

@@ -1,4 +1,4 @@
-"""The systems that hethub unites, each as a generator of its own device type of plan; all evaluated alike.
+"""The systems that hethub unites, each as a generator of its own sort of plan; all evaluated alike.
 
 Start reading: uniform.py, then hethub.py.
 May import: spec, predictor, planner.

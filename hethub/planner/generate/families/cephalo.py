@@ -9,21 +9,20 @@ the published planner are not repeated: communication is priced, and no plan ove
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from hethub.planner.candidate import samples as division
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.samples import Worker, divide
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.generate.families.uniform import allowed
+from hethub.planner.generate.families.uniform import allowed, units_in_order
 from hethub.planner.generate.families.whole import (
+    Replica,
     WholeStage,
-    Worker,
     candidate_of,
     held_alone,
     meeting_seconds,
-    ranks_by_device_type,
     shared_bytes,
 )
-from hethub.planner.problem.problem import Problem
+from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Offload, Recompute, ScheduleName
 
 ATTEMPTS = 12  # at samples that leave every rank room
@@ -49,10 +48,10 @@ def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = 
     offloads: list[tuple[Offload, ...]] = [(), ("activations",)]
     for recompute in problem.recomputes:
         for offload in offloads if "activations" in problem.capabilities.offload else offloads[:1]:
-            wanted = WholeStage((), (), zero, recompute, offload)
+            wanted = WholeStage((), zero, recompute, offload)
             most, stage, cut = _largest(problem, unit_costs, state, wanted, schedule, limit_seconds)
             if stage is not None:
-                yield candidate_of(problem, f"cephalo {recompute} {offload} {most}", schedule, [stage])
+                yield candidate_of(problem, f"cephalo {recompute} {offload} {most}", schedule, stage)
                 if not cut and not stage.state_shares:
                     break  # more room would change nothing
 
@@ -77,7 +76,7 @@ def _largest(
     return 0, None, True
 
 
-def _least_seconds(problem: Problem, curves: Sequence[division.Worker]) -> float:
+def _least_seconds(problem: Problem, curves: Sequence[Worker]) -> float:
     """Seconds of all samples if they could be divided exactly by speed."""
     best = [max(b / seconds for b, seconds in enumerate(curve.microbatch_seconds, start=1)) for curve in curves]
     return problem.batch.global_batch / sum(
@@ -86,29 +85,29 @@ def _least_seconds(problem: Problem, curves: Sequence[division.Worker]) -> float
 
 
 def _stage(
-    problem: Problem, curves: list[division.Worker], state: float, stage: WholeStage, schedule: ScheduleName
+    problem: Problem, curves: list[Worker], state: float, stage: WholeStage, schedule: ScheduleName
 ) -> tuple[WholeStage | None, bool]:
     """Samples for speed, fewer where memory asks for it, and state where there is room; None where there is too little.
     And whether there are fewer samples somewhere."""
-    limits: dict[int, int] = {}
+    limits: dict[Unit, int] = {}
     for _ in range(ATTEMPTS):
-        workers = _workers(problem, curves, limits)
-        if workers is None:
+        replicas = _replicas(problem, curves, limits)
+        if replicas is None:
             break
-        placed = stage._replace(chunks=((0, problem.model.layers),), workers=workers)
+        placed = stage._replace(replicas=replicas)
         rooms = _rooms(problem, schedule, placed, state)
         shares = _state_shares(rooms)
         if shares is not None:
             even = max(shares) - min(shares) < 1e-9
-            named = {own.rank: share for own, share in zip(workers, shares, strict=True)}
+            named = {own.unit.ranks[0]: share for own, share in zip(replicas, shares, strict=True)}
             return placed if even else placed._replace(state_shares=named), bool(limits)
-        limits |= {own.rank: 3 * own.samples // 4 for own, room in zip(workers, rooms, strict=True) if room < 0.0}
+        limits |= {own.unit: 3 * own.samples // 4 for own, room in zip(replicas, rooms, strict=True) if room < 0.0}
         if min(rooms) >= 0.0 or 0 in limits.values():
             break
     return None, True
 
 
-def _curves(problem: Problem, unit_costs: UnitCosts, recompute: Recompute, most: int) -> list[division.Worker]:
+def _curves(problem: Problem, unit_costs: UnitCosts, recompute: Recompute, most: int) -> list[Worker]:
     """Every device type at its fastest micro-batch up to `most`."""
     curves, stage = [], CandidateStage(problem.model.layers, (), recompute)
     for device_type in range(len(problem.device_types)):
@@ -117,33 +116,30 @@ def _curves(problem: Problem, unit_costs: UnitCosts, recompute: Recompute, most:
             (b for b in problem.micro_batches if b <= problem.at_most(device_type, most)),
             key=lambda b: b / microbatches[b - 1],
         )
-        curves.append(division.Worker(size, microbatches[:size]))
+        curves.append(Worker(size, microbatches[:size]))
     return curves
 
 
-def _workers(problem: Problem, curves: Sequence[division.Worker], limits: Mapping[int, int]) -> list[Worker] | None:
+def _replicas(problem: Problem, curves: Sequence[Worker], limits: Mapping[Unit, int]) -> list[Replica] | None:
     """Every rank with samples for the earliest finish, those with a limit at it; None where the others cannot take
     all."""
-    own = ranks_by_device_type(problem)
-    free = [(device_type, rank) for device_type, rank in own if rank not in limits]
+    units = units_in_order(problem, 1)
+    free = [unit for unit in units if unit not in limits]
     left = problem.batch.global_batch - sum(limits.values())
     if left < len(free) or not free:
         return None
-    divided = division.divide(left, [curves[device_type] for device_type, _ in free])
-    loads = dict(limits) | {rank: n for (_, rank), n in zip(free, divided, strict=True)}
-    return [
-        Worker(device_type, rank, min(curves[device_type].micro_batch, loads[rank]), loads[rank])
-        for device_type, rank in own
-    ]
+    divided = divide(left, [curves[unit.device_type] for unit in free])
+    loads = dict(limits) | dict(zip(free, divided, strict=True))
+    return [Replica(unit, min(curves[unit.device_type].micro_batch, loads[unit]), loads[unit]) for unit in units]
 
 
 def _rooms(problem: Problem, schedule: ScheduleName, stage: WholeStage, state: float) -> list[float]:
     """What every rank has left for state, as a fraction of all of it."""
-    room = {}
-    for load, held in held_alone(problem, schedule, stage).items():
-        free = problem.capacity(load.device_type) - held.framework
-        room[load] = (ROUNDING * free - (held.alone - held.framework)) / state
-    return [room[own.load] for own in stage.workers]
+    rooms = []
+    for own, held in zip(stage.replicas, held_alone(problem, schedule, stage), strict=True):
+        free = problem.capacity(own.unit.device_type) - held.framework
+        rooms.append((ROUNDING * free - (held.alone - held.framework)) / state)
+    return rooms
 
 
 def _state_shares(rooms: Sequence[float]) -> list[float] | None:

@@ -6,20 +6,22 @@ memory: what is resident is then a chunk or two, not the stage.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import takewhile
+from operator import itemgetter
 from typing import NamedTuple
 
-from hethub.planner.candidate import samples as division
-from hethub.planner.candidate.candidate import Candidate, ReplicaGroup, assign_units
-from hethub.planner.candidate.materialize import chunked
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.materialize import materialize
+from hethub.planner.candidate.samples import Worker
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import MIDDLE
 from hethub.planner.generate.families import zorse
-from hethub.planner.generate.families.whole import WholeStage, Worker, candidate_of, fits
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.cache import memoized
-from hethub.predictor.cost.node_links import host_gbytes_per_second
+from hethub.predictor.memory.ranks import all_fit, rank_memory
+from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import Offload, Recompute
 from hethub.spec.ranges import split
 
@@ -28,13 +30,9 @@ MOST_TRIED = 12  # in the order of rough estimates, for memory
 # Times the limit: of 335 plans on seven clusters none was estimated to take more than 1.42 times its prediction.
 FAR = 1.5
 MOST_CHUNKS = 16  # of a stage: beyond, what is resident hardly falls
+# What goes to host memory, one after the other.
+LADDER: tuple[Offload, ...] = ("activations", "parameters", "optimizer")
 DIVISION_ERR = 2  # samples of a replica more or fewer than estimated
-OFFLOADS: dict[Recompute, tuple[tuple[Offload, ...], ...]] = {
-    "none": ((), ("parameters",), ("parameters", "optimizer")),
-    "selective": ((), ("parameters",), ("parameters", "optimizer")),
-    # Layers' inputs alone are few enough for the way to the host.
-    "full": ((), ("activations",), ("activations", "parameters"), ("activations", "parameters", "optimizer")),
-}
 
 
 def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:
@@ -44,35 +42,24 @@ def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = 
     if "ministages" not in problem.schedules:
         return
     zero = max((z for z in problem.zeros if z <= 2), default=0)
-    near = (
-        candidate
-        for candidate in zorse.propose(problem, costs)
-        if _most_chunks(candidate) > 1 and costs.least(candidate) < limit_seconds
-    )
-    able = ((candidate, chunks) for candidate in near for chunks in _able(problem, costs, candidate))
     paces = _Paces(problem, costs)
     options = [
         (paces.seconds(candidate, chunks), candidate, chunks)
-        for candidate, chunks in able
-        if costs.least_in_passes(candidate) < limit_seconds
+        for candidate in zorse.propose(problem, costs)
+        if costs.least(candidate) < limit_seconds and costs.least_in_passes(candidate) < limit_seconds
+        for chunks in _numbers_of_chunks(problem, costs, candidate)
     ]
-    near_enough = (option for option in options if option[0] < FAR * limit_seconds)
-    ranked = sorted(near_enough, key=lambda option: option[0])
+    ranked = sorted(options, key=itemgetter(0))[:MOST_TRIED]
     # The best of every arrangement: estimates are no better than that.
     found: dict[object, tuple[float, Candidate]] = {}
-    for seconds, candidate, chunks in ranked[:MOST_TRIED]:
-        if found.get(candidate.shape, (seconds + 1.0,))[0] <= seconds:
+    for seconds, candidate, chunks in takewhile(lambda option: option[0] < FAR * limit_seconds, ranked):
+        if candidate.shape in found and found[candidate.shape][0] <= seconds:
             continue
         made = _in_chunks(problem, costs.unit_costs, candidate, chunks, zero)
         if made is not None:
             offered = (seconds + paces.offloading_seconds(candidate, made), made)
-            found[candidate.shape] = min(found.get(candidate.shape, offered), offered, key=lambda entry: entry[0])
-    yield from (candidate for _, candidate in sorted(found.values(), key=lambda entry: entry[0])[:MOST_CANDIDATES])
-
-
-def _most_chunks(candidate: Candidate) -> int:
-    """Into how many chunks the stages are cut at most."""
-    return min(MOST_CHUNKS, *(stage.layers for stage in candidate.stages))
+            found[candidate.shape] = min(found.get(candidate.shape, offered), offered, key=itemgetter(0))
+    yield from (candidate for _, candidate in sorted(found.values(), key=itemgetter(0))[:MOST_CANDIDATES])
 
 
 class _Pace(NamedTuple):
@@ -105,21 +92,8 @@ class _Paces:
         if "parameters" not in made.plan.stages[0].offload:
             return 0.0
         num_bytes = 2 * self._unit_costs.width * self._problem.model.layer_parameters
-        device_types, fit = self._problem.device_types, self._unit_costs.network.fit
-        per_host = self._problem.cluster.links.staging.per_host_gbytes_per_second
-        rates = [
-            min(
-                host_gbytes_per_second(
-                    device_types[own.device_type].accelerator,
-                    fit,
-                    per_host,
-                    len(device_types[own.device_type].machines[0]),
-                )
-                for own in stage.groups
-            )
-            for stage in plain.stages
-        ]
-        return max(stage.layers * num_bytes * 1e-9 / rate for stage, rate in zip(plain.stages, rates, strict=True))
+        slowest = [max(self._costs.times.host_seconds[own.device_type] for own in s.groups) for s in plain.stages]
+        return max(stage.layers * num_bytes * each for stage, each in zip(plain.stages, slowest, strict=True))
 
     def _pace(self, candidate: Candidate, index: int) -> _Pace:
         stage, compute, microbatch = candidate.stages[index], 0.0, 0.0
@@ -138,9 +112,10 @@ class _Paces:
         return network.reduce_scatter(group, problem.model.layer_parameters * sum(_widths(self._unit_costs)))
 
 
-def _able(problem: Problem, costs: Estimator, candidate: Candidate) -> Iterator[int]:
+def _numbers_of_chunks(problem: Problem, costs: Estimator, candidate: Candidate) -> Iterator[int]:
     """Numbers of chunks with which the candidate may fit, from the largest down: fewer are larger."""
-    return takewhile(lambda chunks: _may_fit(problem, costs, candidate, chunks), range(_most_chunks(candidate), 1, -1))
+    most = min(MOST_CHUNKS, *(stage.layers for stage in candidate.stages))
+    return takewhile(lambda chunks: _may_fit(problem, costs, candidate, chunks), range(most, 1, -1))
 
 
 def _may_fit(problem: Problem, costs: Estimator, candidate: Candidate, chunks: int) -> bool:
@@ -170,38 +145,26 @@ def _in_chunks(
     problem: Problem, unit_costs: UnitCosts, candidate: Candidate, chunks: int, zero: int
 ) -> Candidate | None:
     """The candidate in chunks with the least offloading that fits; None where none does."""
-    workers = _workers(candidate, problem, unit_costs)
-    if workers is None:
-        return None
-    layers = chunked([stage.layers for stage in candidate.stages], chunks)
+
+    def worker(stage: CandidateStage, group: ReplicaGroup, first: bool, last: bool) -> Worker:
+        return unit_costs.worker(stage, group, False, False)  # a chunk between the ends
+
     for offload in _offloads(problem, candidate.stages[0].recompute):
-        stages = [
-            WholeStage(own, loads, zero, stage.recompute, offload)
-            for stage, own, loads in zip(candidate.stages, layers, workers, strict=True)
-        ]
-        name = f"zorse {candidate.shape} {candidate.stages[0].groups} in {chunks} {offload}"
-        whole = candidate_of(problem, name, "ministages", stages)
-        assert whole.plan is not None
-        if fits(problem, whole.plan):
-            return whole
+        stages = tuple([replace(stage, zero=zero, offload=offload) for stage in candidate.stages])
+        cut = replace(candidate, stages=stages, schedule="ministages", chunks=chunks)
+        plan = materialize(cut, problem, worker, None)
+        if plan is None:
+            return None
+        layout = Layout(plan, problem.model, problem.cluster)
+        if all_fit(layout, rank_memory(layout), problem.constraints.reserve):
+            name = f"zorse {candidate.shape} {candidate.stages[0].groups} in {chunks} {offload}"
+            return Candidate(tuple([replace(stage, offload=()) for stage in stages]), name=name, plan=plan)
     return None
 
 
 def _offloads(problem: Problem, recompute: Recompute) -> list[tuple[Offload, ...]]:
-    """What may be offloaded, the least first."""
-    able = set(problem.capabilities.offload)
-    return [offload for offload in OFFLOADS[recompute] if set(offload) <= able]
-
-
-def _workers(candidate: Candidate, problem: Problem, unit_costs: UnitCosts) -> list[list[Worker]] | None:
-    """Per stage, its ranks with samples for their speed; None where they cannot be placed."""
-    assigned = assign_units(candidate, problem)
-    if assigned is None or max(candidate.replica_counts) > problem.batch.global_batch:
-        return None
-    found = []
-    for stage, own in zip(candidate.stages, assigned, strict=True):
-        sorts = {(unit.device_type, b) for unit, b in own}
-        curves = {(k, b): unit_costs.worker(stage, ReplicaGroup(k, 1, b, 1), False, False) for k, b in sorts}
-        divided = division.divide(problem.batch.global_batch, [curves[unit.device_type, b] for unit, b in own])
-        found.append([Worker(unit.device_type, unit.ranks[0], b, n) for (unit, b), n in zip(own, divided, strict=True)])
-    return found
+    """What may be offloaded, the least first. Of activations layers' inputs alone are few enough for the way to the
+    host."""
+    ladder = LADDER if recompute == "full" else LADDER[1:]
+    offloads = [ladder[:count] for count in range(len(ladder) + 1)]
+    return [offload for offload in offloads if {*offload} <= {*problem.capabilities.offload}]

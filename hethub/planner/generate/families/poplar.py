@@ -7,7 +7,7 @@ largest batch that it ends within the step's time; that time is searched. State 
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from heapq import nsmallest
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,18 +18,16 @@ from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import ONLY
 from hethub.planner.estimate.memory_probes import probe_for
-from hethub.planner.generate.families.uniform import allowed
+from hethub.planner.generate.families.uniform import allowed, units_in_order
 from hethub.planner.generate.families.whole import (
+    Replica,
     WholeStage,
-    Worker,
     candidate_of,
     held_alone,
     meeting_seconds,
-    ranks_by_device_type,
     shared_bytes,
 )
-from hethub.planner.problem.problem import Problem
-from hethub.spec.accelerator import AcceleratorSpec
+from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
 
@@ -64,10 +62,10 @@ def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = 
         for steps in _shared_steps(problem, costs.unit_costs, recompute, zero, limit_seconds)
     ]
     for index, (steps, recompute, zero) in enumerate(nsmallest(EVALUATED, found)):
-        workers = _workers(problem, steps)
-        if workers is not None:
-            stage = WholeStage(((0, problem.model.layers),), workers, zero, recompute)
-            yield candidate_of(problem, f"poplar zero {zero} {recompute} {index}", "1f1b", [stage])
+        replicas = _replicas(problem, steps)
+        if replicas is not None:
+            stage = WholeStage(replicas, zero, recompute)
+            yield candidate_of(problem, f"poplar zero {zero} {recompute} {index}", "1f1b", stage)
 
 
 def _is_allowed(problem: Problem) -> bool:
@@ -104,16 +102,14 @@ def _shared_steps(
     problem: Problem, unit_costs: UnitCosts, recompute: Recompute, zero: int, limit_seconds: float
 ) -> set[_Steps]:
     """All micro-step times with the largest batches that end within them and fit."""
-    device_types = range(len(problem.device_types))
-    widest = [_widest(problem, device_type) for device_type in device_types]
+    widest = [_largest_allowed(problem, device_type) for device_type in range(len(problem.device_types))]
     fast = [steps for steps in _every_step(problem, unit_costs, recompute, zero, widest) if steps.least < limit_seconds]
     if not fast:
         return set()
-    fitting = _Fitting(problem, recompute, zero)
-    tops = [
-        fitting.largest(device_type, min(steps.batches[device_type] for steps in fast)) for device_type in device_types
-    ]
-    return set(_every_step(problem, unit_costs, recompute, zero, [top or 1 for top in tops])) if all(tops) else set()
+    tops = _largest_fitting(problem, recompute, zero)
+    if any(top < min(steps.batches[k] for steps in fast) for k, top in enumerate(tops)):
+        return set()
+    return set(_every_step(problem, unit_costs, recompute, zero, tops))
 
 
 def _every_step(
@@ -152,42 +148,35 @@ def _every_step(
     return found
 
 
-def _workers(problem: Problem, steps: _Steps) -> list[Worker] | None:
+def _replicas(problem: Problem, steps: _Steps) -> list[Replica] | None:
     """Every rank's samples: a batch in all steps but the last, which takes what is left; None where that is nothing."""
-    own = [(device_type, rank, steps.batches[device_type]) for device_type, rank in ranks_by_device_type(problem)]
-    left = problem.batch.global_batch - (steps.number - 1) * sum(batch for _, _, batch in own)
-    last = [part.size for part in split_by_shares(left, [batch for _, _, batch in own])]
-    samples = [(steps.number - 1) * batch + more for (_, _, batch), more in zip(own, last, strict=True)]
-    if min(samples) < 1:
-        return None
-    return [Worker(device_type, rank, batch, n) for (device_type, rank, batch), n in zip(own, samples, strict=True)]
+    units = units_in_order(problem, 1)
+    batches = [steps.batches[unit.device_type] for unit in units]
+    left = problem.batch.global_batch - (steps.number - 1) * sum(batches)
+    last = [part.size for part in split_by_shares(left, batches)]
+    samples = [(steps.number - 1) * batch + more for batch, more in zip(batches, last, strict=True)]
+    return list(map(Replica, units, batches, samples)) if min(samples) >= 1 else None
 
 
-def _widest(problem: Problem, device_type: int) -> int:
+def _largest_allowed(problem: Problem, device_type: int) -> int:
     """The largest micro-batch that the job allows on the device type."""
     widest = min(max(problem.micro_batches), problem.batch.global_batch)
     return problem.constraints.micro_batch or problem.at_most(device_type, widest)
 
 
-class _Fitting:
-    """Which micro-batches fit on the ranks of a device type at a ZeRO level."""
+def _largest_fitting(problem: Problem, recompute: Recompute, zero: int) -> list[int]:
+    """By device type, the largest micro-batch with which its ranks fit, by bisection; 0 where none does."""
+    probes = [probe_for(device_type.accelerator) for device_type in problem.device_types]
+    part = shared_bytes(problem, zero) / problem.size
 
-    def __init__(self, problem: Problem, recompute: Recompute, zero: int) -> None:
-        self._problem, self._recompute, self._zero = problem, recompute, zero
-        self._part = shared_bytes(problem, zero) / problem.size
-        self._alone: dict[tuple[AcceleratorSpec, int], float] = {}
+    @cache
+    def alone(like: int, batch: int) -> float:
+        # Twice: a microbatch's last reduction goes on beside the next one.
+        replica = Replica(Unit(like, (0,)), batch, 2 * batch)
+        return held_alone(problem, "1f1b", WholeStage([replica], zero, recompute))[0].alone
 
-    def largest(self, device_type: int, needed: int) -> int | None:
-        """The largest micro-batch with which a rank of the device type fits, by bisection; None where not even `needed` do."""
-        found = largest_able(partial(self._fits, device_type), _widest(self._problem, device_type))
-        return found if found >= needed else None
+    def fits(device_type: int, batch: int) -> bool:
+        like = probes.index(probes[device_type])  # memory tells no more apart
+        return alone(like, batch) + part <= problem.capacity(device_type)
 
-    def _fits(self, device_type: int, batch: int) -> bool:
-        key = (probe_for(self._problem.device_types[device_type].accelerator), batch)
-        if key not in self._alone:
-            twice = Worker(
-                device_type, 0, batch, 2 * batch
-            )  # a microbatch's last reduction goes on beside the next one
-            stage = WholeStage(((0, self._problem.model.layers),), [twice], self._zero, self._recompute)
-            self._alone[key] = held_alone(self._problem, "1f1b", stage)[twice.load].alone
-        return self._alone[key] + self._part <= self._problem.capacity(device_type)
+    return [largest_able(partial(fits, k), _largest_allowed(problem, k)) for k in range(len(probes))]

@@ -47,7 +47,7 @@ def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Cand
     sizes = [part.size for part in split(problem.model.layers, stages)]
     each = [(unit.device_type, unit.tp) for unit in units]
     sorts = [tuple(Counter(each[i * replicas : (i + 1) * replicas]).items()) for i in range(stages)]
-    unlike = list(zip(sizes, sorts, strict=True))
+    sized = list(zip(sizes, sorts, strict=True))
     for micro_batch in problem.micro_batches:
         fits = all(
             problem.at_most(device_type, micro_batch) == micro_batch for device_type in range(len(problem.device_types))
@@ -56,5 +56,5 @@ def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Cand
             break
         held = {own: groups_of(problem, dict(own), micro_batch) for own in set(sorts)}
         for recompute in problem.recomputes:
-            made = {own: CandidateStage(own[0], held[own[1]], recompute, problem.usual_zero) for own in set(unlike)}
-            yield Candidate(tuple([made[own] for own in unlike]), even=True)
+            formed = [CandidateStage(layers, held[sort], recompute, problem.usual_zero) for layers, sort in sized]
+            yield Candidate(tuple(formed), even=True)

@@ -1,5 +1,5 @@
-"""Whole plans of one-rank replicas, for families whose schedules, samples or offloading the search does not move
-about."""
+"""Plans of a single stage of one-rank replicas, for families whose samples and shares of the state the search does not
+move about."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,31 +12,23 @@ from hethub.planner.estimate.memory_model import memory_model_of
 from hethub.planner.estimate.memory_probes import probe_for
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor.cost.constants import is_cpu
-from hethub.predictor.memory.ranks import RankMemory, all_fit, rank_memory
+from hethub.predictor.memory.ranks import rank_memory
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.layout.bind import Layout
-from hethub.spec.plan import Offload, PlanSpec, Recompute, ScheduleName, StageSpec
+from hethub.spec.plan import Offload, PlanSpec, Recompute, ScheduleName
 
 
-class Worker(NamedTuple):
+class Replica(NamedTuple):
     """A rank that is a replica by itself, and its load."""
 
-    device_type: int
-    rank: int
+    unit: Unit
     micro_batch: int
     samples: int
 
     @property
-    def load(self) -> "Load":
-        return Load(self.device_type, self.micro_batch, self.samples)
-
-
-class Load(NamedTuple):
-    """What a worker's memory depends on."""
-
-    device_type: int
-    micro_batch: int
-    samples: int
+    def sort(self) -> tuple[int, int, int]:
+        """What its memory depends on."""
+        return self.unit.device_type, self.micro_batch, self.samples
 
 
 class Held(NamedTuple):
@@ -47,57 +39,25 @@ class Held(NamedTuple):
 
 
 class WholeStage(NamedTuple):
-    """A stage of one-rank replicas, its layers as chunks."""
+    """A stage of one-rank replicas with all layers, in the order that `stage_spec` takes it."""
 
-    chunks: tuple[tuple[int, int], ...]
-    workers: Sequence[Worker]
+    replicas: Sequence[Replica]
     zero: int
     recompute: Recompute
     offload: tuple[Offload, ...] = ()
     state_shares: Mapping[int, float] = {}
 
 
-def ranks_by_device_type(problem: Problem) -> list[tuple[int, int]]:
-    """(device type, rank) of every accelerator, by rank."""
-    return sorted(
-        ((k, rank) for k, device_type in enumerate(problem.device_types) for rank in device_type.ranks),
-        key=lambda own: own[1],
-    )
+def plan_of(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> PlanSpec:
+    """The plan of this stage alone."""
+    return problem.plan(schedule, [stage_spec(problem, ((0, problem.model.layers),), *stage)])
 
 
-def plan_of(problem: Problem, schedule: ScheduleName, stages: Sequence[WholeStage]) -> PlanSpec:
-    """The plan of these stages."""
-    return problem.plan(schedule, (_stage(problem, stage) for stage in stages))
-
-
-def _stage(problem: Problem, stage: WholeStage) -> StageSpec:
-    replicas = [(Unit(own.device_type, (own.rank,)), own.micro_batch, own.samples) for own in stage.workers]
-    return stage_spec(problem, stage.chunks, replicas, stage.zero, stage.recompute, stage.offload, stage.state_shares)
-
-
-def candidate_of(problem: Problem, name: str, schedule: ScheduleName, stages: Sequence[WholeStage]) -> Candidate:
+def candidate_of(problem: Problem, name: str, schedule: ScheduleName, stage: WholeStage) -> Candidate:
     """The plan as a candidate that is evaluated as it stands."""
-    formed = tuple(
-        CandidateStage(
-            sum(stop - start for start, stop in stage.chunks),
-            merged([ReplicaGroup(own.device_type, 1, own.micro_batch, 1) for own in stage.workers]),
-            stage.recompute,
-            stage.zero,
-        )
-        for stage in stages
-    )
-    return Candidate(formed, name=name, plan=plan_of(problem, schedule, stages))
-
-
-def memory_of(problem: Problem, plan: PlanSpec) -> list[RankMemory]:
-    """What the plan's ranks hold."""
-    return rank_memory(Layout(plan, problem.model, problem.cluster))
-
-
-def fits(problem: Problem, plan: PlanSpec) -> bool:
-    """Whether the plan's ranks fit, and what they offload into their hosts' memory."""
-    layout = Layout(plan, problem.model, problem.cluster)
-    return all_fit(layout, rank_memory(layout), problem.constraints.reserve)
+    groups = merged([ReplicaGroup(own.unit.device_type, 1, own.micro_batch, 1) for own in stage.replicas])
+    formed = CandidateStage(problem.model.layers, groups, stage.recompute, stage.zero)
+    return Candidate((formed,), name=name, plan=plan_of(problem, schedule, stage))
 
 
 def shared_bytes(problem: Problem, zero: int) -> float:
@@ -106,26 +66,24 @@ def shared_bytes(problem: Problem, zero: int) -> float:
     return memory_model_of(problem).state(on_cpu, problem.model.layers, zero)
 
 
-def held_alone(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> dict[Load, Held]:
-    """What workers of an only stage hold beside their part of the state, by load: read off a plan of one of every sort.
+def held_alone(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> list[Held]:
+    """What the replicas of an only stage hold beside their part of the state: read off a plan of one of every sort.
 
     Exact, since nothing but the parts of the state depends on how many ranks there are.
     """
-    sorts = {own.load: own for own in stage.workers}
+    sorts = {own.sort: own for own in stage.replicas}
     few = list(sorts.values()) * (2 if len(sorts) == 1 else 1)
-    nodes = tuple(
-        NodeSpec(
-            name=f"probe-{i}", accelerator=probe_for(problem.device_types[own.device_type].accelerator), accelerators=1
-        )
-        for i, own in enumerate(few)
-    )
-    cluster = ClusterSpec(name="probe", emulated=True, nodes=nodes)
+    devices = [probe_for(problem.device_types[own.unit.device_type].accelerator) for own in few]
+    nodes = [NodeSpec(name=f"probe-{i}", accelerator=device, accelerators=1) for i, device in enumerate(devices)]
+    cluster = ClusterSpec(name="probe", emulated=True, nodes=tuple(nodes))
     batch = problem.batch._replace(global_batch=sum(own.samples for own in few))
     asked = replace(problem, cluster=cluster, batch=batch)
-    probed = stage._replace(workers=[own._replace(rank=rank) for rank, own in enumerate(few)], state_shares={})
+    placed = [own._replace(unit=own.unit._replace(ranks=(rank,))) for rank, own in enumerate(few)]
+    plan = plan_of(asked, schedule, stage._replace(replicas=placed, state_shares={}))
     part = shared_bytes(problem, stage.zero) / len(few)
-    used = memory_of(asked, plan_of(asked, schedule, [probed]))
-    return {load: Held(one.bytes - part, one.parts["framework"]) for load, one in zip(sorts, used, strict=False)}
+    used = rank_memory(Layout(plan, problem.model, cluster))
+    held = {sort: Held(one.bytes - part, one.parts["framework"]) for sort, one in zip(sorts, used, strict=False)}
+    return [held[own.sort] for own in stage.replicas]
 
 
 def meeting_seconds(problem: Problem, unit_costs: UnitCosts, zero: int) -> float:

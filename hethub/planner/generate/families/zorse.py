@@ -2,7 +2,7 @@
 group, layers in proportion to its speed, no TP, unlike accelerators of a stage with samples in proportion to speed."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 
 import numpy as np
@@ -27,37 +27,29 @@ def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
     cut = cache(lambda part: _minimum_cut(weights[np.ix_(part, part)]))
     count = cache(partial(_count, nodes))
     parts: list[Part] = [tuple(range(len(nodes)))]
-    while len(parts) <= min(len(nodes), problem.model.layers):
+    for number in range(1, min(len(nodes), problem.model.layers) + 1):
+        parts = _split_once(parts, cut) if number > 1 else parts
         sorts = _by_memory(problem, list(map(count, parts)))
-        if allowed(problem, len(parts), sum(number for _, number in sorts[0])):
+        if allowed(problem, number, sum(units for _, units in sorts[0])):
             for micro_batch in problem.micro_batches:
-                groups = {
-                    own: groups_of(problem, {(device_type, 1): n for device_type, n in own}, micro_batch)
-                    for own in set(sorts)
-                }
+                groups = {own: groups_of(problem, dict(own), micro_batch) for own in set(sorts)}
                 for recompute in problem.recomputes:
-                    yield _candidate(problem, costs.unit_costs, [(own, groups[own]) for own in sorts], recompute)
-        if len(parts) == len(nodes):
-            return
-        parts = _split_once(parts, cut)
+                    yield _candidate(problem, costs.unit_costs, [groups[own] for own in sorts], recompute)
 
 
 Part = tuple[int, ...]  # a group of the graph's nodes
-Sort = tuple[tuple[int, int], ...]  # a group's accelerators: (device type, how many)
+Sort = tuple[tuple[tuple[int, int], int], ...]  # a group's accelerators: ((device type, TP degree), how many)
 Cut = tuple[float, list[int]]  # its weight and one side
 
 
 def _count(nodes: list[list[Unit]], part: Part) -> Sort:
-    own: Counter[int] = Counter()
-    for node in sorted(part):
-        own[nodes[node][0].device_type] += len(nodes[node])
-    return tuple(own.items())
+    return tuple(Counter((unit.device_type, unit.tp) for node in sorted(part) for unit in nodes[node]).items())
 
 
 def _by_memory(problem: Problem, parts: list[Sort]) -> list[Sort]:
     """Groups from the most memory per accelerator to the least: the first stages hold the most microbatches."""
     memory = {
-        part: sum(problem.device_types[device_type].memory_bytes * n for device_type, n in part)
+        part: sum(problem.device_types[device_type].memory_bytes * n for (device_type, _), n in part)
         / sum(n for _, n in part)
         for part in set(parts)
     }
@@ -143,18 +135,18 @@ def _minimum_cut(weights: np.ndarray) -> Cut:
 
 
 def _candidate(
-    problem: Problem, unit_costs: UnitCosts, stages: list[tuple[Sort, tuple[ReplicaGroup, ...]]], recompute: Recompute
+    problem: Problem, unit_costs: UnitCosts, stages: Sequence[tuple[ReplicaGroup, ...]], recompute: Recompute
 ) -> Candidate:
     """Layers in proportion to the groups' speed, rounded, at least one each."""
-    groups = dict(stages)
-    known = {sort: _speed(unit_costs, own, recompute) for sort, own in groups.items()}
-    speeds = [known[sort] for sort, _ in stages]
+    speeds = [_speed(unit_costs, groups, recompute) for groups in stages]
     whole, spare = sum(speeds), problem.model.layers - len(stages)
     shares = [max(speed / whole * problem.model.layers - 1.0, 0.0) for speed in speeds]
     extra = [part.size for part in split_by_shares(spare, shares)] if sum(shares) > 0 else [0] * len(stages)
-    formed = [(more, sort) for more, (sort, _) in zip(extra, stages, strict=True)]
-    made = {own: CandidateStage(1 + own[0], groups[own[1]], recompute, problem.usual_zero) for own in set(formed)}
-    return Candidate(tuple([made[own] for own in formed]), alike=False)
+    formed = [
+        CandidateStage(1 + more, groups, recompute, problem.usual_zero)
+        for more, groups in zip(extra, stages, strict=True)
+    ]
+    return Candidate(tuple(formed), alike=False)
 
 
 def _speed(unit_costs: UnitCosts, groups: tuple[ReplicaGroup, ...], recompute: Recompute) -> float:

@@ -1,4 +1,4 @@
-"""What differs between two plans, and what it costs."""
+"""What differs between two plans, and what it costs: found, and shown on the terminal."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from hethub.predictor import predict
 from hethub.predictor.cost.software import hethub_software
+from hethub.runtime.console import make_console, make_table
 from hethub.spec.base import Spec
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec, StageSpec
@@ -64,12 +65,8 @@ class Side(NamedTuple):
     tokens_per_second: float
 
 
-def diff(first: Layout | Side, second: Layout | Side) -> PlanDiff:
-    """What differs between two plans, each bound to what it was made for. Raises BadInput as `predict` does.
-
-    A plan of strategy hap comes as `side_of_program`: with a plan of layers it shares batch and cluster.
-    """
-    one, two = (each if isinstance(each, Side) else side_of_layout(each) for each in (first, second))
+def diff(one: Side, two: Side) -> PlanDiff:
+    """What differs between two plans. A plan of strategy hap shares batch and cluster with a plan of layers."""
     differences = []
     for key in {**one.keys, **two.keys}:
         (a, a_text), (b, b_text) = one.keys.get(key, _ABSENT), two.keys.get(key, _ABSENT)
@@ -89,8 +86,34 @@ def diff(first: Layout | Side, second: Layout | Side) -> PlanDiff:
 _ABSENT = (None, None)
 
 
-def side_of_layout(layout: Layout, compiles: bool | None = None, reserve: float = 0.06) -> Side:
-    """Every key of a plan, its model and its cluster; `compiles` and `reserve` are its job's."""
+def print_diff(result: PlanDiff) -> None:
+    """What differs between two plans, and the seconds that it costs."""
+    console = make_console()
+    table = make_table("key", "first", "second")
+    for difference in result.differences:
+        table.add_row(difference.key, difference.first or "", difference.second or "")
+    console.print(table if result.differences else "the plans are equal")
+    first, second = result.step_seconds
+    rates, slower = result.tokens_per_second, result.slower_percent
+    asked = f"step {first:.4g} s and {second:.4g} s"
+    if any(difference.key in ("global_batch", "seq_len") for difference in result.differences):
+        slower = 100.0 * (rates[0] / rates[1] - 1.0)
+        asked += f" of unlike batches, {rates[0]:,.0f} and {rates[1]:,.0f} tokens/s"
+    beside = f"the second is {abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"
+    console.print(f"{asked}: {beside if abs(slower) >= 0.05 else 'both are as fast'}")
+    parts = {part: seconds for part, seconds in result.parts().items() if abs(seconds) > 1e-6 * first}
+    if parts:
+        console.print(f"of which {', '.join(f'{part} {seconds:+.4g} s' for part, seconds in parts.items())}")
+    one, two = (size / 2**30 for size in result.memory_bytes)
+    console.print(f"the fullest rank needs {one:.2f} and {two:.2f} GiB")
+    for which, fits in zip(("first", "second"), result.fits, strict=True):
+        if not fits:
+            console.print(f"the {which} does not fit: a rank needs more than its accelerator has")
+
+
+def side_of_layout(layout: Layout, compiles: bool | None, reserve: float) -> Side:
+    """Every key of a plan, its model and its cluster; `compiles` and `reserve` are its job's. Raises BadInput as
+    `predict` does."""
     keys = _plain(layout.plan, set(PlanSpec.model_fields) - {"version", "stages", "job"})
     for index, stage in enumerate(layout.plan.stages):
         texts = describe_stage(stage)
