@@ -120,7 +120,7 @@ def _replayed_times(wiring: Wiring, costs: PlanCosts | FoldedCosts, full: bool) 
     compute = Compute(wiring, costs)
     collectives = Collectives(costs, compute)
     begins = {} if collectives.steps_by_chunk else _begins(collectives.update_seconds)
-    graph, ends = compute.graph, replay(compute.graph, begins)
+    graph, ends = compute.graph, replay(compute.graph, begins, wiring.course(compute.graph))
     over = [ends[graph.orders[run.actor][-1]] for run in compute.runs.values()]
     seconds = max(over) if collectives.steps_by_chunk else min(over)
     bottleneck = max(compute.spent, key=lambda place: compute.spent[place].total)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from hethub.predictor.cost.cache import memoized
-from hethub.predictor.pipeline.replay import NONE
+from hethub.predictor.pipeline.replay import NONE, Course, TaskGraph
 from hethub.predictor.pipeline.symmetry import FoldedLayout, Group
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Kind, actor_order
@@ -99,10 +99,20 @@ class Wiring:
         self.stages = [self._stage_nodes(stage) for stage in range(layout.num_stages)]
         self.sources = [NONE] * self._num_nodes
         self.boundaries = list(self._boundaries())
+        self._course: Course | None = None  # that of the nodes alone, once they were replayed
 
     @property
     def _num_nodes(self) -> int:
         return self.orders[-1].stop if self.orders else 0
+
+    def course(self, graph: TaskGraph) -> Course:
+        """The course of a graph with these nodes and what costs add to them. Who waits for whom hardly depends on costs, so
+        it is found once; another would be found out by the replay."""
+        if self._course is not None:
+            return self._course.with_added(graph, len(self.orders))
+        found = Course.of(graph)
+        self._course = found.of_first(self._num_nodes)
+        return found
 
     def _run(self, order: ActorOrder) -> Run:
         """A new actor with nodes for its order."""
