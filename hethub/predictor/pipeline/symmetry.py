@@ -67,7 +67,7 @@ class FoldedCosts(NamedTuple):
         return self.costs.boundary(stage, self.group[stage][source], self.group[target_stage][target], samples, below)
 
     def paces(self, boundary: int, above: int, below: int) -> tuple[Paces, Paces]:
-        stages = self.costs.loads.stages[boundary]
+        stages = self.costs.routes.stages[boundary]
         return self.costs.paces(boundary, self.group[stages[0]][above], self.group[stages[1]][below])
 
     def optimizer(self, stage: int, replica: int, portion: Portion | None = None) -> float:
