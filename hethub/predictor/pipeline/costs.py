@@ -69,8 +69,9 @@ class PlanCosts:
         self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._optimizers: dict[tuple[object, ...], float] = {}
         self._ways: dict[tuple[object, ...], Link] = {}
+        self._boundaries: dict[tuple[object, ...], float] = {}
         self._paces: dict[Pair, tuple[Paces, Paces]] = {}
-        self._sent_apart: dict[tuple[int, int, int], tuple[int, float]] = {}
+        self._sent: dict[tuple[int, int, int], tuple[int, float]] = {}  # by sender
         self.__dict__.pop("loads", None)
         self.__dict__.pop("is_paced", None)
 
@@ -300,6 +301,19 @@ class PlanCosts:
         """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next: the leaders' way,
         shared by all replicas that send or receive there, then inside the target."""
         below = stage + 1 if below is None else below
+        key = (
+            self._between(stage, source, below, target),
+            below,
+            target,
+            samples,
+            self.layout.replica(stage, source).tp,
+        )
+        found = self._boundaries.get(key)
+        if found is None:
+            found = self._boundaries[key] = self._boundary(stage, source, target, samples, below)
+        return found
+
+    def _boundary(self, stage: int, source: int, target: int, samples: int, below: int) -> float:
         receiver = self.layout.replica(below, target)
         num_bytes = self._activation_bytes(samples)
         if self.software.spread_boundaries and self.layout.replica(stage, source).tp == receiver.tp > 1:
@@ -386,26 +400,26 @@ class PlanCosts:
         found = self._paces.get(key)
         if found is None:
             down, up = self.routes.flows[key]
-            found = self._paces[key] = self._pace(down, boundary, 0, key[1]), self._pace(up, boundary, 1, key[2])
+            found = self._paces[key] = self._pace(down), self._pace(up)
         return found
 
-    def _pace(self, flow: Flow, boundary: int, way: int, replica: int) -> Paces:
-        """The same of one flow, that comes from a replica."""
-        whole, apart = self._apart(boundary + way, way, replica)
-        return Paces(*[found if found * whole > apart else 0.0 for found in self.loads.paces(flow)])
+    def _pace(self, flow: Flow) -> Paces:
+        """The same of one flow."""
+        sent = self._sent.get(flow.sender)
+        if sent is None:
+            sent = self._sent[flow.sender] = self._sent_apart(*flow.sender)
+        (samples, apart), (one_way, two_way) = sent, self.loads.paces(flow)
+        return Paces(one_way if one_way * samples > apart else 0.0, two_way if two_way * samples > apart else 0.0)
 
-    def _apart(self, chunk: int, way: int, replica: int) -> tuple[int, float]:
+    def _sent_apart(self, chunk: int, way: int, replica: int) -> tuple[int, float]:
         """Samples of a message that a replica sends from one of all model chunks, and how far apart these come at least."""
-        found = self._sent_apart.get((chunk, way, replica))
-        if found is None:
-            giving = self.layout.model_chunks[chunk]
-            spec, portions = self.layout.replica(giving.stage, replica), self.state.portions[giving.stage]
-            portion = portions[giving.chunk] if len(portions) > 1 else None
-            apart = self.microbatch(giving.stage, replica, spec.micro_batch, portion)[way].total
-            if short := spec.samples % spec.micro_batch:
-                apart = min(apart, self.microbatch(giving.stage, replica, short, portion)[way].total)
-            found = self._sent_apart[chunk, way, replica] = spec.micro_batch * self.software.interleave, apart
-        return found
+        giving = self.layout.model_chunks[chunk]
+        spec, portions = self.layout.replica(giving.stage, replica), self.state.portions[giving.stage]
+        portion = portions[giving.chunk] if len(portions) > 1 else None
+        apart = self.microbatch(giving.stage, replica, spec.micro_batch, portion)[way].total
+        if short := spec.samples % spec.micro_batch:
+            apart = min(apart, self.microbatch(giving.stage, replica, short, portion)[way].total)
+        return spec.micro_batch * self.software.interleave, apart
 
     @cached_property
     def is_paced(self) -> bool:

@@ -10,8 +10,9 @@ all its bytes, messages and collectives.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from hethub.predictor.cost.cache import memoized
@@ -35,17 +36,6 @@ class Paces(NamedTuple):
 
 
 UNPACED = Paces(0.0, 0.0)
-
-
-class Message(NamedTuple):
-    """What a node of a sender gives a flow: from `ready` seconds after the node's end, never later than it, the flow
-    carries these rows of `meeting` for so many seconds."""
-
-    flow: int
-    source: int
-    rows: list[int]
-    ready: float
-    seconds: float
 
 
 class LinkLoads:
@@ -74,14 +64,19 @@ class LinkLoads:
             found[resource] += seconds
         return found
 
-    def paces(self, flow: Flow) -> Paces:
-        """What a flow takes at least from one sample to the next, alone (one message has one interface) or with others."""
-        least, phase = self._alone(flow.ranks), flow.phase
-        one_way = max([self.messages[phase, resource] for resource in flow.resources]) / flow.in_phase
+    @cached_property
+    def _by_number(self) -> tuple[list[float], list[float]]:
+        """By number of what is passed, seconds for the messages of its phase, and for all of its resource."""
+        return list(self.messages.values()), [self.both_ways[resource] for _, resource in self.messages]
+
+    def paces(self, flow: Flow) -> tuple[float, float]:
+        """What a flow takes at least from one sample to the next, alone (one message has one interface) or with others: those
+        that go the same way, or both."""
+        (of_phase, of_all), least = self._by_number, self._alone(flow.ranks)
+        one_way = max(max([of_phase[number] for number in flow.passed]) / flow.in_phase, least)
         if self.routes.layout.plan.schedule in ALL_IN_FLIGHT:  # there the two ways never meet
-            return Paces(max(one_way, least), max(one_way, least))
-        two_way = max([self.both_ways[resource] for resource in flow.resources]) / flow.in_all
-        return Paces(max(one_way, least), max(two_way, least))
+            return one_way, one_way
+        return one_way, max(max([of_all[number] for number in flow.passed]) / flow.in_all, least)
 
     @memoized
     def _alone(self, ranks: tuple[int, int]) -> float:
@@ -180,44 +175,63 @@ class StateTraffic:
         return (again + 1) * units[-1] + again * units[0]
 
 
-def meeting(
-    flows: Sequence[int],
-    carried: Sequence[float],
-    sources: Sequence[int],
-    under_way: Sequence[float],
-    computed: Sequence[float],
-) -> Iterator[Message]:
-    """The messages that may wait for the one before them on their flow, or keep the one behind, flow by flow.
+class Kept(NamedTuple):
+    """Messages that may wait for the one before them on their flow, or keep the one behind, as new nodes flow by flow; and all
+    rows, of which theirs wait for them."""
 
-    By row the flow, the seconds for which it carries the row, 0 where it never waits, the node that it comes from, and the
-    seconds under way; `computed` are the seconds that nodes up to each one take. A sender's nodes end at least as far apart as
-    it computes between them: a message is kept by as much as the one before it was, and that one's seconds, exceed this.
-    What is certainly not kept needs no node in a replay.
-    """
-    import numpy as np  # here, since most predictions do without
+    streams: list[slice]  # by flow, the places of its messages in the next three
+    seconds: list[float]  # for which a flow carries a message's rows
+    senders: list[int]  # the nodes that give it to the flow
+    ready: list[float]  # when, from that node's end and never later than it
+    sources: list[int]  # by row, the node from whose end on it is under way
+    under_way: list[float]  # by row, for how long
 
-    def changes(column: Any) -> Any:
-        """Where a value is unlike the one before it; the first one always."""
-        found = np.ones(len(column), bool)
-        found[1:] = column[1:] != column[:-1]
-        return found
 
-    flow, seconds, source = np.array(flows), np.array(carried), np.array(sources)
-    rows = np.flatnonzero(seconds)
-    rows = rows[np.lexsort((source[rows], flow[rows]))]
-    begins = np.flatnonzero(changes(flow[rows]) | changes(source[rows]))
-    first = rows[begins]
-    ready = np.minimum(np.minimum.reduceat(np.array(under_way)[rows], begins), 0.0)
-    spent = np.add.reduceat(seconds[rows], begins)
-    set_out = np.array([computed[node] for node in source[first].tolist()]) + ready
-    longer = np.zeros(len(first))
-    longer[1:] = spent[:-1] - (set_out[1:] - set_out[:-1])
-    longer[changes(flow[first])] = -np.abs(longer).sum()  # the first of a flow is not kept
-    sums = np.cumsum(longer)
-    kept = sums - np.minimum.accumulate(sums) > SAME_MOMENT
-    kept[:-1] |= kept[1:]
-    chosen, ends = np.flatnonzero(kept), [*begins[1:].tolist(), len(rows)]
-    columns = (flow[first], source[first], begins, ready, spent)
-    for message, *figures in zip(chosen.tolist(), *(column[chosen].tolist() for column in columns), strict=True):
-        own_flow, node, begin, own_ready, own_spent = figures
-        yield Message(own_flow, node, rows[begin : ends[message]].tolist(), own_ready, own_spent)
+class Meeting:
+    """Rows of messages from a stage to another, each of a flow and from a node: those of one node and flow are one
+    message. Which they are does not depend on costs."""
+
+    def __init__(self, flows: Sequence[int], sources: Sequence[int]) -> None:
+        import numpy as np  # here, since most predictions do without
+
+        self._flow, self._source = np.array(flows), np.array(sources)
+        self._rows = np.lexsort((self._source, self._flow))
+
+    def kept(self, carried: Sequence[float], under_way: Sequence[float], computed: Any, first_node: int) -> Kept:
+        """By row the seconds for which its flow carries it, 0 where it never waits, and those under way; `computed` is an array
+        of the seconds that nodes up to each one take, `first_node` the number of the first new one.
+
+        A sender's nodes end at least as far apart as it computes between them: a message is kept by as much as the one
+        before it was, and that one's seconds, exceed this. What is certainly not kept needs no node in a replay.
+        """
+        import numpy as np
+
+        seconds, delays = np.array(carried), np.array(under_way)
+        rows = self._rows[seconds[self._rows] != 0.0]
+        begins = np.flatnonzero(_changes(self._flow[rows]) | _changes(self._source[rows]))
+        flow, source = self._flow[rows[begins]], self._source[rows[begins]]
+        ready = np.minimum(np.minimum.reduceat(delays[rows], begins), 0.0)
+        spent = np.add.reduceat(seconds[rows], begins)
+        set_out = computed[source] + ready
+        longer = np.zeros(len(begins))
+        longer[1:] = spent[:-1] - (set_out[1:] - set_out[:-1])
+        longer[_changes(flow)] = -np.abs(longer).sum()  # the first of a flow is not kept
+        sums = np.cumsum(longer)
+        kept = sums - np.minimum.accumulate(sums) > SAME_MOMENT
+        kept[:-1] |= kept[1:]
+        count = np.where(kept, np.diff(begins, append=len(rows)), 0)  # rows that wait for a new node
+        own, sources = rows[np.repeat(kept, np.diff(begins, append=len(rows)))], self._source.copy()
+        sources[own] = first_node + np.repeat(np.cumsum(kept) - 1, count)
+        delays[own] = delays[own] - np.repeat(ready, count) - np.repeat(spent, count)
+        starts = [*np.flatnonzero(_changes(flow[kept])).tolist(), int(kept.sum())]
+        columns = [column.tolist() for column in (spent[kept], source[kept], ready[kept], sources, delays)]
+        return Kept([slice(*edges) for edges in pairwise(starts)], *columns)
+
+
+def _changes(column: Any) -> Any:
+    """Where a value is unlike the one before it; the first one always."""
+    import numpy as np
+
+    found = np.ones(len(column), bool)
+    found[1:] = column[1:] != column[:-1]
+    return found

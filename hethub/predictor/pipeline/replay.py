@@ -24,7 +24,7 @@ class TaskGraph:
     sources: list[int] = field(default_factory=list)
     under_way: list[float] = field(default_factory=list)
     needs: defaultdict[int, Needs] = field(default_factory=lambda: defaultdict(list))
-    orders: list[list[int]] = field(default_factory=list)
+    orders: list[Sequence[int]] = field(default_factory=list)
 
     def add(self, actor: int, seconds: float, needs: Needs | None = None) -> int:
         """The number of a new node at the end of an actor's order."""
@@ -39,7 +39,7 @@ class TaskGraph:
         self.seconds += seconds
         self.sources += [NONE] * len(seconds)
         self.under_way += [0.0] * len(seconds)
-        self.orders[actor] += added
+        self.orders[actor] = [*self.orders[actor], *added]
         return added
 
     def add_actor(self) -> int:
@@ -47,10 +47,9 @@ class TaskGraph:
         self.orders.append([])
         return len(self.orders) - 1
 
-    def add_stream(self, nodes: Sequence[tuple[float, int, float]]) -> range:
+    def add_stream(self, seconds: list[float], sources: list[int], under_way: list[float]) -> range:
         """The numbers of the nodes of a new actor: of each its seconds, the one it waits for, and the seconds from that
         one's end to when it counts."""
-        seconds, sources, under_way = map(list, zip(*nodes, strict=True))
         added = self.extend(self.add_actor(), seconds)
         self.sources[added.start :], self.under_way[added.start :] = sources, under_way
         return added
@@ -96,7 +95,7 @@ class Course:
         course._note(graph.orders)
         return course
 
-    def _note(self, orders: Sequence[list[int]]) -> None:
+    def _note(self, orders: Sequence[Sequence[int]]) -> None:
         for order in orders:
             for before, node in pairwise(order):
                 self.before[node] = before
@@ -110,11 +109,13 @@ class Course:
         last one that it waits for."""
         course = Course([], self.before + [NONE] * (len(graph.sources) - len(self.before)))
         course._note(graph.orders[actors:])
-        places, added = self._places[:], defaultdict[int, list[int]](list)
-        for node in range(len(places), len(graph.sources)):
-            awaited = [course.before[node], *[source for source, _ in graph.needs_of(node)]]
-            places.append(max([places[other] for other in awaited if other != NONE], default=-1))
-            added[places[node]].append(node)
+        places, added = [*self._places, -1], defaultdict[int, list[int]](list)  # the last one is that of NONE
+        for node in range(len(self.nodes), len(graph.sources)):
+            place = max(places[course.before[node]], places[graph.sources[node]])
+            if node in graph.needs:
+                place = max([place, *[places[source] for source, _ in graph.needs[node]]])
+            places.insert(node, place)
+            added[place].append(node)
         done = 0
         for place, nodes in sorted(added.items()):
             course.nodes += self.nodes[done : place + 1] + nodes

@@ -3,7 +3,7 @@ figures."""
 
 from collections import Counter, defaultdict
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from hethub.predictor.cost.links import Network
@@ -16,9 +16,11 @@ class Flow(NamedTuple):
     """The messages of one way over one boundary between model chunks, from a replica to another: of a flow where chunks
     take turns, a part."""
 
-    ranks: tuple[int, int]  # the first leaders whose machines are of the same nodes, which is all that their rate depends on
-    phase: object  # the way, and where all microbatches pass one chunk before the next, the chunk
-    resources: tuple[Resource, ...]  # that they pass
+    ranks: tuple[
+        int, int
+    ]  # the first leaders whose machines are of the same nodes, which is all that their rate depends on
+    passed: list[int]  # what they pass, by its number in `Routes.passed`
+    sender: tuple[int, int, int]  # the number of its model chunk, the way, and the replica
     in_phase: int  # samples that the sender gives the receiver, over every boundary and either way
     in_all: int
 
@@ -42,6 +44,7 @@ class Routes:
             self.leaving[self.stages[boundary][0]].append(boundary)
             self._between[self.stages[boundary]].append(boundary)
         self.leaders = [[replica.ranks[0] for replica in stage.replicas] for stage in layout.stages]
+        self.passed: dict[tuple[object, Resource], int] = {}  # numbers by phase and resource, as `flows` meet them
         self._like: dict[tuple[object, ...], tuple[int, int]] = {}
 
     @cached_property
@@ -88,8 +91,10 @@ class Routes:
         a, b = self.layout.cluster.places[source], self.layout.cluster.places[target]
         nodes = (a.node.name, b.node.name, a.machine == b.machine, self.network.joined((source, target)))
         phase, resources = self._phase(boundary, way), self.network.path(source, target).resources
+        passed = [self.passed.setdefault((phase, resource), len(self.passed)) for resource in resources]
         carried = [self._carried(key, way, during) for during in (phase, None)]
-        return Flow(self._like.setdefault(nodes, (source, target)), phase, resources, *carried)
+        sender = (boundary + way, way, replicas[way])
+        return Flow(self._like.setdefault(nodes, (source, target)), passed, sender, *carried)
 
     def _phase(self, boundary: int, way: int) -> object:
         chunk = self.layout.model_chunks[boundary + way].chunk
@@ -108,12 +113,14 @@ class Routes:
 
     @cached_property
     def messages(self) -> dict[tuple[object, Resource], list[float]]:
-        """By phase and resource, the bytes of each sort of messages that pass it."""
-        found = defaultdict[tuple[object, Resource], list[float]](list)
+        """By phase (the way, and where all microbatches pass one chunk before the next, the chunk) and resource, numbered
+        as in `passed`, the bytes of each sort of messages."""
+        flows = self.flows
+        found: dict[tuple[object, Resource], list[float]] = {key: [] for key in self.passed}
+        passed = list(found.items())
         for key, count in Counter(self.alike.values()).items():
             num_bytes = self.samples[key] * self.repeats * self.sample_bytes
-            for flow in self.flows[key]:
-                for resource in flow.resources:
-                    times = 1 if resource.kind in OF_RANKS else count
-                    found[flow.phase, resource].append(times * num_bytes)
+            for number in chain.from_iterable(flow.passed for flow in flows[key]):
+                (_, resource), own = passed[number]
+                own.append((1 if resource.kind in OF_RANKS else count) * num_bytes)
         return found

@@ -59,6 +59,9 @@ class FoldedCosts(NamedTuple):
     def state(self) -> Any:
         return self.costs.state
 
+    def replica_key(self, stage: int, replica: int) -> tuple[object, ...]:
+        return self.costs.replica_key(stage, self.group[stage][replica])
+
     def microbatch(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> MicrobatchCost:
         return self.costs.microbatch(stage, self.group[stage][replica], samples, portion)
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from hethub.predictor.cost.cache import memoized
+from hethub.predictor.pipeline.link_loads import Meeting
 from hethub.predictor.pipeline.replay import NONE, Course, TaskGraph
 from hethub.predictor.pipeline.symmetry import FoldedLayout, Group
 from hethub.spec.layout.bind import Layout
@@ -104,6 +105,19 @@ class Wiring:
     @property
     def _num_nodes(self) -> int:
         return self.orders[-1].stop if self.orders else 0
+
+    @memoized
+    def meeting(self, ends: tuple[int, int]) -> Meeting:
+        """Of all messages from a stage to another. A flow is those from a replica to another."""
+        pairs, sources = list[tuple[int, int]](), list[int]()
+        for own in self.boundaries:
+            if ends in (own.stages, own.stages[::-1]):
+                up = ends != own.stages
+                between = [(below, above) if up else (above, below) for above, below, _ in own.overlap.pairs]
+                pairs += [between[pair] for pair in own.overlap.pair_of]
+                sources += own.ways[up].sources
+        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+        return Meeting([numbers[pair] for pair in pairs], sources)
 
     def course(self, graph: TaskGraph) -> Course:
         """The course of a graph with these nodes and what costs add to them. Who waits for whom hardly depends on costs, so
