@@ -17,7 +17,7 @@ from hethub.predictor.cost.software import Software, element_bytes
 from hethub.predictor.memory.activations import kept_of_layer, kept_per_sample
 from hethub.predictor.memory.parameters import replica_widths
 from hethub.predictor.memory.state import optimizer_bytes
-from hethub.predictor.pipeline.link_loads import LinkLoads, Paces
+from hethub.predictor.pipeline.link_loads import LinkLoads, Paces, StateTraffic
 from hethub.predictor.pipeline.overlap import exposed
 from hethub.predictor.pipeline.routes import Flow, Pair, Routes
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
@@ -391,7 +391,11 @@ class PlanCosts:
     @cached_property
     def loads(self) -> LinkLoads:
         """What the plan sends over every link."""
-        return LinkLoads(self.routes, self.network, self.state)
+        return LinkLoads(self.routes, self.network, self._traffic)
+
+    @cached_property
+    def _traffic(self) -> StateTraffic:
+        return StateTraffic(self.state)
 
     def paces(self, boundary: int, above: int, below: int) -> tuple[Paces, Paces]:
         """Seconds per sample below which the messages between two replicas do not follow each other, with the

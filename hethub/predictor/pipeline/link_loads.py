@@ -41,8 +41,8 @@ UNPACED = Paces(0.0, 0.0)
 class LinkLoads:
     """The seconds that a layout's step takes on every link, by flow and by resource."""
 
-    def __init__(self, routes: Routes, network: Network, state: StateCosts) -> None:
-        self.routes, self.network, self.traffic = routes, network, StateTraffic(state)
+    def __init__(self, routes: Routes, network: Network, traffic: "StateTraffic") -> None:
+        self.routes, self.network, self.traffic = routes, network, traffic
 
     @cached_property
     def messages(self) -> dict[tuple[object, Resource], float]:
@@ -100,11 +100,12 @@ class LinkLoads:
 
 
 class StateTraffic:
-    """What collectives over a stage's replicas send in a step."""
+    """What collectives over a stage's replicas send in a step, however long it takes."""
 
     def __init__(self, state: StateCosts) -> None:
         self.state = state
 
+    @memoized
     def by_resource(self) -> dict[Resource, float]:
         """Bytes of a step's collectives over replicas by the resources that carry them, in one direction."""
         found = defaultdict[Resource, float](float)
@@ -117,6 +118,7 @@ class StateTraffic:
                         found[resource] += carried
         return found
 
+    @memoized
     def of_leader(self, stage: int, replica: int, own: Resource) -> float:
         """Bytes of a step's collectives over replicas by a leader's own staging or port, in its direction."""
         spec, (cuts, moved) = self.state.layout.stages[stage], self._summed[stage]

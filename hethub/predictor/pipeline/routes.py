@@ -28,6 +28,9 @@ class Flow(NamedTuple):
 Pair = tuple[int, int, int]  # a boundary, as the model chunk above it, and the replicas above and below
 
 
+Group = tuple[tuple[int, ...], ...]  # replicas by stage
+
+
 class Routes:
     """The flows of a layout and what they have in common, once for all replicas that are as busy between the same
     machines."""
@@ -46,6 +49,32 @@ class Routes:
         self.leaders = [[replica.ranks[0] for replica in stage.replicas] for stage in layout.stages]
         self.passed: dict[tuple[object, Resource], int] = {}  # numbers by phase and resource, as `flows` meet them
         self._like: dict[tuple[object, ...], tuple[int, int]] = {}
+
+    @cached_property
+    def pairs(self) -> list[list[tuple[int, int, int]]]:
+        """By stage but the last, the replicas of it and of the next that share samples, and how many."""
+        return [stage_overlap(a.replicas, b.replicas).pairs for a, b in pairwise(self.layout.stages)]
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The replicas in groups that talk among themselves alone, where stages are one chunk."""
+        joined: dict[tuple[int, int], tuple[int, int]] = {}
+
+        def first(place: tuple[int, int]) -> tuple[int, int]:
+            while place in joined:
+                place = joined[place]
+            return place
+
+        for stage, own in enumerate(self.pairs):
+            for above, below, _ in own:
+                a, b = sorted((first((stage, above)), first((stage + 1, below))))
+                if a != b:
+                    joined[b] = a
+        found: dict[tuple[int, int], list[list[int]]] = {}
+        for stage, spec in enumerate(self.layout.stages):
+            for replica in range(len(spec.replicas)):
+                found.setdefault(first((stage, replica)), [[] for _ in self.layout.stages])[stage].append(replica)
+        return [tuple(map(tuple, group)) for group in found.values()]
 
     @cached_property
     def samples(self) -> Counter[Pair]:

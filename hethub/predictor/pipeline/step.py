@@ -17,7 +17,8 @@ from hethub.predictor.pipeline.closed_form import Chain, Ends, interleaved, pipe
 from hethub.predictor.pipeline.collectives import Collectives
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.replay import idle_times, replay
-from hethub.predictor.pipeline.symmetry import FoldedCosts, Group, copies, extent
+from hethub.predictor.pipeline.routes import Group
+from hethub.predictor.pipeline.symmetry import FoldedCosts, copies, extent
 from hethub.predictor.pipeline.task_graph import Compute
 from hethub.predictor.pipeline.wiring import Place, Wiring, Wirings
 from hethub.spec.layout.bind import Layout
@@ -120,7 +121,7 @@ def _replayed_times(wiring: Wiring, costs: PlanCosts | FoldedCosts, full: bool) 
     compute = Compute(wiring, costs)
     collectives = Collectives(costs, compute)
     begins = {} if collectives.steps_by_chunk else _begins(collectives.update_seconds)
-    graph, ends = compute.graph, replay(compute.graph, begins, wiring.course(compute.graph))
+    graph, ends = compute.graph, replay(compute.graph, begins)
     over = [ends[graph.orders[run.actor][-1]] for run in compute.runs.values()]
     seconds = max(over) if collectives.steps_by_chunk else min(over)
     bottleneck = max(compute.spent, key=lambda place: compute.spent[place].total)

@@ -104,9 +104,9 @@ class Compute:
 
     def _prices(self, place: Place, order: ActorOrder) -> tuple[list[Parts], list[Parts]]:
         """What the replica spends on a whole microbatch and on its last one, by operation; notes what it spends in
-        all. Equal replicas of a stage do the same operations."""
+        all, which is the same for equal replicas that do the same."""
         spec = self.layout.replica(*place)
-        key = (self.costs.replica_key(*place), spec.micro_batch, spec.samples)
+        key = (self.costs.replica_key(*place), spec.micro_batch, spec.samples, order)
         if key not in self._priced:
             self._priced[key] = self._priced_anew(place, order, spec)
         full, last, self.spent[place] = self._priced[key]

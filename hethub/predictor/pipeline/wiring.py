@@ -12,8 +12,9 @@ from typing import NamedTuple, TypeVar
 
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.pipeline.link_loads import Meeting
-from hethub.predictor.pipeline.replay import NONE, Course, TaskGraph
-from hethub.predictor.pipeline.symmetry import FoldedLayout, Group
+from hethub.predictor.pipeline.replay import NONE
+from hethub.predictor.pipeline.routes import Group
+from hethub.predictor.pipeline.symmetry import FoldedLayout
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Kind, actor_order
 from hethub.spec.schedule.microbatches import StageOverlap, stage_overlap
@@ -100,7 +101,6 @@ class Wiring:
         self.stages = [self._stage_nodes(stage) for stage in range(layout.num_stages)]
         self.sources = [NONE] * self._num_nodes
         self.boundaries = list(self._boundaries())
-        self._course: Course | None = None  # that of the nodes alone, once they were replayed
 
     @property
     def _num_nodes(self) -> int:
@@ -118,15 +118,6 @@ class Wiring:
                 sources += own.ways[up].sources
         numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
         return Meeting([numbers[pair] for pair in pairs], sources)
-
-    def course(self, graph: TaskGraph) -> Course:
-        """The course of a graph with these nodes and what costs add to them. Who waits for whom hardly depends on costs, so
-        it is found once; another would be found out by the replay."""
-        if self._course is not None:
-            return self._course.with_added(graph, len(self.orders))
-        found = Course.of(graph)
-        self._course = found.of_first(self._num_nodes)
-        return found
 
     def _run(self, order: ActorOrder) -> Run:
         """A new actor with nodes for its order."""
