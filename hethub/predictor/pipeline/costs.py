@@ -17,7 +17,7 @@ from hethub.predictor.cost.software import Software, element_bytes
 from hethub.predictor.memory.activations import kept_of_layer, kept_per_sample
 from hethub.predictor.memory.parameters import replica_widths
 from hethub.predictor.memory.state import optimizer_bytes
-from hethub.predictor.pipeline.link_loads import LinkLoads, Paces, StateTraffic
+from hethub.predictor.pipeline.link_loads import LinkLoads, Paces
 from hethub.predictor.pipeline.overlap import exposed
 from hethub.predictor.pipeline.routes import Flow, Pair, Routes
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
@@ -69,7 +69,6 @@ class PlanCosts:
         self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._optimizers: dict[tuple[object, ...], float] = {}
         self._ways: dict[tuple[object, ...], Link] = {}
-        self._boundaries: dict[tuple[object, ...], float] = {}
         self._paces: dict[Pair, tuple[Paces, Paces]] = {}
         self._sent: dict[tuple[int, int, int], tuple[int, float]] = {}  # by sender
         self.__dict__.pop("loads", None)
@@ -301,19 +300,6 @@ class PlanCosts:
         """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next: the leaders' way,
         shared by all replicas that send or receive there, then inside the target."""
         below = stage + 1 if below is None else below
-        key = (
-            self._between(stage, source, below, target),
-            below,
-            target,
-            samples,
-            self.layout.replica(stage, source).tp,
-        )
-        found = self._boundaries.get(key)
-        if found is None:
-            found = self._boundaries[key] = self._boundary(stage, source, target, samples, below)
-        return found
-
-    def _boundary(self, stage: int, source: int, target: int, samples: int, below: int) -> float:
         receiver = self.layout.replica(below, target)
         num_bytes = self._activation_bytes(samples)
         if self.software.spread_boundaries and self.layout.replica(stage, source).tp == receiver.tp > 1:
@@ -385,17 +371,13 @@ class PlanCosts:
 
     @cached_property
     def routes(self) -> Routes:
-        """The ways of what the plan sends, whatever they cost."""
+        """Which ways the plan's messages take. Kept with other figures, on which these do not depend."""
         return Routes(self.layout, self.network, self._activation_bytes(1), self.software.interleave)
 
     @cached_property
     def loads(self) -> LinkLoads:
         """What the plan sends over every link."""
-        return LinkLoads(self.routes, self.network, self._traffic)
-
-    @cached_property
-    def _traffic(self) -> StateTraffic:
-        return StateTraffic(self.state)
+        return LinkLoads(self.routes, self.network, self.state)
 
     def paces(self, boundary: int, above: int, below: int) -> tuple[Paces, Paces]:
         """Seconds per sample below which the messages between two replicas do not follow each other, with the

@@ -41,8 +41,8 @@ UNPACED = Paces(0.0, 0.0)
 class LinkLoads:
     """The seconds that a layout's step takes on every link, by flow and by resource."""
 
-    def __init__(self, routes: Routes, network: Network, traffic: "StateTraffic") -> None:
-        self.routes, self.network, self.traffic = routes, network, traffic
+    def __init__(self, routes: Routes, network: Network, state: StateCosts) -> None:
+        self.routes, self.network, self.traffic = routes, network, StateTraffic(state)
 
     @cached_property
     def messages(self) -> dict[tuple[object, Resource], float]:
@@ -100,12 +100,11 @@ class LinkLoads:
 
 
 class StateTraffic:
-    """What collectives over a stage's replicas send in a step, however long it takes."""
+    """What collectives over a stage's replicas send in a step."""
 
     def __init__(self, state: StateCosts) -> None:
         self.state = state
 
-    @memoized
     def by_resource(self) -> dict[Resource, float]:
         """Bytes of a step's collectives over replicas by the resources that carry them, in one direction."""
         found = defaultdict[Resource, float](float)
@@ -118,7 +117,6 @@ class StateTraffic:
                         found[resource] += carried
         return found
 
-    @memoized
     def of_leader(self, stage: int, replica: int, own: Resource) -> float:
         """Bytes of a step's collectives over replicas by a leader's own staging or port, in its direction."""
         spec, (cuts, moved) = self.state.layout.stages[stage], self._summed[stage]
@@ -221,8 +219,8 @@ class Meeting:
         sums = np.cumsum(longer)
         kept = sums - np.minimum.accumulate(sums) > SAME_MOMENT
         kept[:-1] |= kept[1:]
-        count = np.where(kept, np.diff(begins, append=len(rows)), 0)  # rows that wait for a new node
-        own, sources = rows[np.repeat(kept, np.diff(begins, append=len(rows)))], self._source.copy()
+        size = np.diff(begins, append=len(rows))  # in rows
+        own, count, sources = rows[np.repeat(kept, size)], np.where(kept, size, 0), self._source.copy()
         sources[own] = first_node + np.repeat(np.cumsum(kept) - 1, count)
         delays[own] = delays[own] - np.repeat(ready, count) - np.repeat(spent, count)
         starts = [*np.flatnonzero(_changes(flow[kept])).tolist(), int(kept.sum())]

@@ -3,7 +3,7 @@ figures."""
 
 from collections import Counter, defaultdict
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from hethub.predictor.cost.links import Network
@@ -16,9 +16,7 @@ class Flow(NamedTuple):
     """The messages of one way over one boundary between model chunks, from a replica to another: of a flow where chunks
     take turns, a part."""
 
-    ranks: tuple[
-        int, int
-    ]  # the first leaders whose machines are of the same nodes, which is all that their rate depends on
+    ranks: tuple[int, int]  # the leaders, or others between machines of the same kinds, where the way alone is as fast
     passed: list[int]  # what they pass, by its number in `Routes.passed`
     sender: tuple[int, int, int]  # the number of its model chunk, the way, and the replica
     in_phase: int  # samples that the sender gives the receiver, over every boundary and either way
@@ -26,14 +24,12 @@ class Flow(NamedTuple):
 
 
 Pair = tuple[int, int, int]  # a boundary, as the model chunk above it, and the replicas above and below
-
-
 Group = tuple[tuple[int, ...], ...]  # replicas by stage
 
 
 class Routes:
-    """The flows of a layout and what they have in common, once for all replicas that are as busy between the same
-    machines."""
+    """The flows of a layout. Which links there are between two ranks, and so all here, is the same for clusters that differ
+    in figures alone."""
 
     def __init__(self, layout: Layout, network: Network, sample_bytes: float, repeats: int) -> None:
         """`sample_bytes` are those of one sample's hidden states, `repeats` how often a chunk's boundary is crossed by
@@ -144,12 +140,12 @@ class Routes:
     def messages(self) -> dict[tuple[object, Resource], list[float]]:
         """By phase (the way, and where all microbatches pass one chunk before the next, the chunk) and resource, numbered
         as in `passed`, the bytes of each sort of messages."""
-        flows = self.flows
+        flows = self.flows  # these number what they pass
         found: dict[tuple[object, Resource], list[float]] = {key: [] for key in self.passed}
-        passed = list(found.items())
+        numbered = [(resource.kind in OF_RANKS, own) for (_, resource), own in found.items()]
         for key, count in Counter(self.alike.values()).items():
             num_bytes = self.samples[key] * self.repeats * self.sample_bytes
-            for number in chain.from_iterable(flow.passed for flow in flows[key]):
-                (_, resource), own = passed[number]
-                own.append((1 if resource.kind in OF_RANKS else count) * num_bytes)
+            for number in flows[key][0].passed + flows[key][1].passed:
+                is_of_rank, own = numbered[number]
+                own.append((1 if is_of_rank else count) * num_bytes)
         return found
