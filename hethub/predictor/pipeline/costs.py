@@ -4,7 +4,6 @@ import copy
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 from hethub.predictor.cost.cache import CeilingKept, memoized, shared_layer_cost
 from hethub.predictor.cost.constants import Constants, packaged
@@ -19,6 +18,7 @@ from hethub.predictor.memory.parameters import replica_widths
 from hethub.predictor.memory.state import optimizer_bytes
 from hethub.predictor.pipeline.link_loads import LinkLoads, Paces
 from hethub.predictor.pipeline.overlap import exposed
+from hethub.predictor.pipeline.parts import MicrobatchCost, Parts
 from hethub.predictor.pipeline.routes import Flow, Pair, Routes
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.spec.accelerator import AcceleratorSpec
@@ -26,26 +26,6 @@ from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import ReplicaSpec
 from hethub.spec.schedule.microbatches import sizes_of
-
-
-class Parts(NamedTuple):
-    """Seconds of one pass of one microbatch by what they are spent on."""
-
-    compute: float
-    tp: float
-    dp: float  # gathers and reductions inside the pass (ZeRO-2/3) that compute does not hide
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.tp + self.dp
-
-
-class MicrobatchCost(NamedTuple):
-    """Forward and backward of one microbatch on one replica; where weight gradients are put off, they are apart."""
-
-    forward: Parts
-    backward: Parts
-    weight: Parts = Parts(0.0, 0.0, 0.0)
 
 
 class PlanCosts:
