@@ -6,8 +6,7 @@ accelerators' speed at once, cancels and is left out. Every figure takes each of
 an order of its own (Latin hypercube), so that two plans meet the same scenarios and a question has one answer.
 """
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import exp, log
@@ -26,7 +25,6 @@ from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import step_times
 from hethub.predictor.pipeline.wiring import Wirings
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec
 
 SCENARIOS = 16
@@ -95,22 +93,19 @@ class Outlooks:
         return at_once(self._middle_seconds, plans, self.processes)
 
     def _middle_seconds(self, plan: PlanSpec) -> float:
-        return self._seconds(Wirings(self._layout(plan)), self._with_links((1 + LEAST_LINKS) / 2))
+        return self._steps(plan)(self._with_links((1 + LEAST_LINKS) / 2))
 
     def _look(self, plan: PlanSpec) -> Outlook:
-        wirings, asked = Wirings(self._layout(plan)), (*self._scenarios, self._with_links(LEAST_LINKS))
-        *each, at_60_percent = at_once(partial(self._seconds, wirings), asked, self.processes)
+        asked = (*self._scenarios, self._with_links(LEAST_LINKS))
+        *each, at_60_percent = at_once(self._steps(plan), asked, self.processes)
         tenths = quantiles(each, n=10, method="inclusive")
         return Outlook(fmean(each), tenths[0], tenths[-1], at_60_percent)
 
-    def _layout(self, plan: PlanSpec) -> Layout:
-        return layout_of(plan, self.problem.model, self.problem.cluster)
-
-    def _seconds(self, wirings: Wirings, scenario: Scenario) -> float:
-        own = copy.copy(wirings.layout)  # how samples are dealt does not depend on the cluster's figures
-        object.__setattr__(own, "cluster", scenario.cluster)
-        costs = PlanCosts(own, self.problem.software, scenario.constants, self.problem.profile)
-        return step_times(own, costs, wirings=wirings).seconds
+    def _steps(self, plan: PlanSpec) -> Callable[[Scenario], float]:
+        """What gives the plan's step in a scenario. What does not depend on the cluster's figures is found once."""
+        layout = layout_of(plan, self.problem.model, self.problem.cluster)
+        costs = PlanCosts(layout, self.problem.software, packaged(), self.problem.profile)
+        return partial(_seconds, Wirings(layout), costs)
 
     @memoized
     def _with_links(self, part: float) -> Scenario:
@@ -128,6 +123,11 @@ class Outlooks:
             Scenario(scaled(self.problem.cluster, _links(link, names, own)), _with_overlap(exp(more)))
             for link, own, more in zip(links, zip(*speeds, strict=True), overlaps, strict=True)
         )
+
+
+def _seconds(wirings: Wirings, costs: PlanCosts, scenario: Scenario) -> float:
+    costs.set_figures(*scenario)
+    return step_times(costs.layout, costs, wirings=wirings).seconds
 
 
 def _quantiles(name: str) -> list[float]:

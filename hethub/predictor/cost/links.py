@@ -207,7 +207,8 @@ class Network:
 
     # -- collectives
 
-    def broadcast(self, ranks: Sequence[int]) -> Link:
+    @memoized
+    def broadcast(self, ranks: tuple[int, ...]) -> Link:
         """The way from a replica's first rank to its others: along a ring, which takes all links between them."""
         first, (node, *_) = self.link(ranks[0], ranks[1]), (self.places[rank].node for rank in ranks)
         group = self.group(ranks)

@@ -6,6 +6,7 @@ its steady state repeats, the rest of the micro-batches is a multiplication. `he
 the same figures, action by action.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hethub.predictor.pipeline.replay import NONE, TaskGraph, idle_times, replay
@@ -200,7 +201,7 @@ def _run_interleaved(chain: Chain, num_microbatches: int, chunks: int) -> list[E
     down = [chain.down[v % stages] if v % stages < stages - 1 else wrap for v in range(last)]
     microbatch = lambda v, i: v * num_microbatches + i  # noqa: E731
     back = lambda v, i: (virtual + v) * num_microbatches + i  # noqa: E731
-    orders = []
+    orders: list[Sequence[int]] = []
     for s in range(stages):
         group = lambda k: (k % (stages * chunks)) // stages  # noqa: E731
         index = lambda k: k // (stages * chunks) * stages + k % stages  # noqa: E731

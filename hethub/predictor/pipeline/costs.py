@@ -1,9 +1,9 @@
 """What each part of a bound plan costs: microbatches, boundaries and the optimizer, from layer and link costs."""
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 from hethub.predictor.cost.cache import CeilingKept, memoized, shared_layer_cost
 from hethub.predictor.cost.constants import Constants, packaged
@@ -16,34 +16,16 @@ from hethub.predictor.cost.software import Software, element_bytes
 from hethub.predictor.memory.activations import kept_of_layer, kept_per_sample
 from hethub.predictor.memory.parameters import replica_widths
 from hethub.predictor.memory.state import optimizer_bytes
-from hethub.predictor.pipeline.link_loads import BoundaryTransfer, LinkLoads, Paces
+from hethub.predictor.pipeline.link_loads import LinkLoads, Paces
 from hethub.predictor.pipeline.overlap import exposed
+from hethub.predictor.pipeline.parts import MicrobatchCost, Parts
+from hethub.predictor.pipeline.routes import Flow, Pair, Routes
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.spec.accelerator import AcceleratorSpec
-from hethub.spec.cluster import Place
+from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import ReplicaSpec
 from hethub.spec.schedule.microbatches import sizes_of
-
-
-class Parts(NamedTuple):
-    """Seconds of one pass of one microbatch by what they are spent on."""
-
-    compute: float
-    tp: float
-    dp: float  # gathers and reductions inside the pass (ZeRO-2/3) that compute does not hide
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.tp + self.dp
-
-
-class MicrobatchCost(NamedTuple):
-    """Forward and backward of one microbatch on one replica; where weight gradients are put off, they are apart."""
-
-    forward: Parts
-    backward: Parts
-    weight: Parts = Parts(0.0, 0.0, 0.0)
 
 
 class PlanCosts:
@@ -67,9 +49,18 @@ class PlanCosts:
         self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._optimizers: dict[tuple[object, ...], float] = {}
         self._ways: dict[tuple[object, ...], Link] = {}
-        self._paces: dict[tuple[int, int, int], tuple[Paces, Paces]] = {}
+        self._paces: dict[Pair, tuple[Paces, Paces]] = {}
+        self._sent: dict[tuple[int, int, int], tuple[int, float]] = {}  # by sender
         self.__dict__.pop("loads", None)
         self.__dict__.pop("is_paced", None)
+
+    def set_figures(self, cluster: ClusterSpec, constants: Constants) -> None:
+        """Prices everything anew on a cluster that differs in figures alone (the planner asks seventeen times a plan)."""
+        self.layout = copy.copy(self.layout)  # how samples are dealt does not depend on figures
+        object.__setattr__(self.layout, "cluster", cluster)
+        for name in ("chains", "chains_apart"):
+            self.__dict__.pop(name, None)
+        self.set_constants(constants)
 
     def layer_cost(self, rank: int) -> LayerCost:
         """The layer costs of a rank's accelerator."""
@@ -140,8 +131,9 @@ class PlanCosts:
         between = self._between(stage, source, stage + 1, target)
         if not self.is_paced:
             return between
-        return (*between, *[self.paces(boundary, source, target) for boundary in self.loads.leaving[stage]])
+        return (*between, *[self.paces(boundary, source, target) for boundary in self.routes.leaving[stage]])
 
+    @memoized
     def _between(self, stage: int, source: int, below: int, target: int) -> tuple[object, ...]:
         """Where two replicas' leaders are, and how many of their stages leave and enter there at a time."""
         places = self.layout.cluster.places
@@ -358,36 +350,44 @@ class PlanCosts:
     # -- pace
 
     @cached_property
+    def routes(self) -> Routes:
+        """Which ways the plan's messages take. Kept with other figures, on which these do not depend."""
+        return Routes(self.layout, self.network, self._activation_bytes(1), self.software.interleave)
+
+    @cached_property
     def loads(self) -> LinkLoads:
         """What the plan sends over every link."""
-        repeats = self.software.interleave
-        return LinkLoads(self.layout, self.network, self.state, self._activation_bytes(1), repeats)
+        return LinkLoads(self.routes, self.network, self.state)
 
     def paces(self, boundary: int, above: int, below: int) -> tuple[Paces, Paces]:
         """Seconds per sample below which the messages between two replicas do not follow each other, with the
         activations and with their gradients."""
-        key = self.loads.alike[boundary, above, below]
+        key = self.routes.alike[boundary, above, below]
         found = self._paces.get(key)
         if found is None:
-            _, above, below = key
-            found = self._paces[key] = (
-                self._pace(BoundaryTransfer(boundary, 0, above, below), above),
-                self._pace(BoundaryTransfer(boundary, 1, above, below), below),
-            )
+            down, up = self.routes.flows[key]
+            found = self._paces[key] = self._pace(down), self._pace(up)
         return found
 
-    def _pace(self, own: BoundaryTransfer, replica: int) -> Paces:
-        """The same of one transfer, that comes from a replica."""
-        giving = self.layout.model_chunks[own.boundary + own.way]
+    def _pace(self, flow: Flow) -> Paces:
+        """The same of one flow."""
+        sent = self._sent.get(flow.sender)
+        if sent is None:
+            sent = self._sent[flow.sender] = self._sent_apart(*flow.sender)
+        (samples, apart), (one_way, two_way) = sent, self.loads.paces(flow)
+        return Paces(one_way if one_way * samples > apart else 0.0, two_way if two_way * samples > apart else 0.0)
+
+    def _sent_apart(self, chunk: int, way: int, replica: int) -> tuple[int, float]:
+        """Samples of a message that a replica sends from one of all model chunks, and how far apart these come at least."""
+        giving = self.layout.model_chunks[chunk]
         spec, portions = self.layout.replica(giving.stage, replica), self.state.portions[giving.stage]
         portion = portions[giving.chunk] if len(portions) > 1 else None
-        apart = self.microbatch(giving.stage, replica, spec.micro_batch, portion)[own.way].total
+        apart = self.microbatch(giving.stage, replica, spec.micro_batch, portion)[way].total
         if short := spec.samples % spec.micro_batch:
-            apart = min(apart, self.microbatch(giving.stage, replica, short, portion)[own.way].total)
-        whole = spec.micro_batch * self.software.interleave
-        return Paces(*(found if found * whole > apart else 0.0 for found in self.loads.paces(own)))
+            apart = min(apart, self.microbatch(giving.stage, replica, short, portion)[way].total)
+        return spec.micro_batch * self.software.interleave, apart
 
     @cached_property
     def is_paced(self) -> bool:
         """Whether messages come faster than some link takes them."""
-        return any(any(own.two_way for own in self.paces(*key)) for key in set(self.loads.alike.values()))
+        return any(any(own.two_way for own in self.paces(*key)) for key in self.routes.flows)

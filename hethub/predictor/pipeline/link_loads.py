@@ -9,8 +9,8 @@ first served (Graham, 1969), where a faster link can slow a plan. Beside that no
 all its bytes, messages and collectives.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,23 +18,13 @@ from typing import Any, NamedTuple
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.groups import Operation
 from hethub.predictor.cost.links import Network
-from hethub.predictor.cost.resources import OF_RANKS, Path, Resource
+from hethub.predictor.cost.resources import OF_RANKS, Resource
 from hethub.predictor.memory.parameters import RankWidths, StageParameters, rank_widths
+from hethub.predictor.pipeline.routes import Flow, Routes
 from hethub.predictor.pipeline.state_costs import StateCosts
-from hethub.spec.layout.bind import ALL_IN_FLIGHT, Layout
-from hethub.spec.schedule.microbatches import sizes_of, stage_overlap
+from hethub.spec.layout.bind import ALL_IN_FLIGHT
 
 SAME_MOMENT = 1e-12  # seconds, by which sums may be off
-
-
-class BoundaryTransfer(NamedTuple):
-    """The messages of one way over one boundary between model chunks, from a replica to another: of a flow where chunks
-    take turns, a part."""
-
-    boundary: int  # the model chunk above it
-    way: int  # 0 with the activations, 1 with their gradients
-    above: int  # replica
-    below: int
 
 
 class Paces(NamedTuple):
@@ -48,91 +38,23 @@ class Paces(NamedTuple):
 UNPACED = Paces(0.0, 0.0)
 
 
-class Message(NamedTuple):
-    """What a node of a sender gives a flow: from `ready` seconds after the node's end, never later than it, the flow
-    carries these rows of `meeting` for so many seconds."""
-
-    flow: int
-    source: int
-    rows: list[int]
-    ready: float
-    seconds: float
-
-
 class LinkLoads:
-    """The bytes of a layout's step by flow and by resource."""
+    """The seconds that a layout's step takes on every link, by flow and by resource."""
 
-    def __init__(self, layout: Layout, network: Network, state: StateCosts, sample_bytes: float, repeats: int) -> None:
-        """`sample_bytes` are those of one sample's hidden states, `repeats` how often a chunk's boundary is crossed by
-        software that interleaves."""
-        self.layout, self.network, self.traffic = layout, network, StateTraffic(state)
-        self.sample_bytes, self.repeats = sample_bytes, repeats
-        self.stages = [(above.stage, below.stage) for above, below in pairwise(layout.model_chunks)]  # by boundary
-        self.boundaries = [boundary for boundary, (above, below) in enumerate(self.stages) if above != below]
-        self.leaving: defaultdict[int, list[int]] = defaultdict(list)  # by stage, the boundaries below it
-        self._between: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by stages above and below
-        for boundary in self.boundaries:
-            self.leaving[self.stages[boundary][0]].append(boundary)
-            self._between[self.stages[boundary]].append(boundary)
-        self._leaders = [[replica.ranks[0] for replica in stage.replicas] for stage in layout.stages]
-
-    @cached_property
-    def samples(self) -> Counter[tuple[int, int, int]]:
-        """By boundary and replicas, the samples that cross it from one to the other."""
-        found: Counter[tuple[int, int, int]] = Counter()
-        for boundary in self.boundaries:
-            above, below = (self.layout.stages[stage].replicas for stage in self.stages[boundary])
-            if sizes_of(above) == sizes_of(below):
-                found.update({(boundary, r, r): replica.samples for r, replica in enumerate(above)})
-                continue
-            overlap = stage_overlap(above, below)
-            for pair, count in Counter(overlap.pair_of).items():
-                one, other, samples = overlap.pairs[pair]
-                found[boundary, one, other] += count * samples
-        return found
-
-    @cached_property
-    def alike(self) -> dict[tuple[int, int, int], tuple[int, int, int]]:
-        """By boundary and replicas, the first of those between the same machines that are as busy: where stages cut the
-        samples alike, one stands for all."""
-        places, first = self.layout.cluster.places, dict[object, tuple[int, int, int]]()
-        found = {}
-        for key in self.samples:
-            boundary, one, other = key
-            sort: object = key
-            if one == other:
-                above, below = (self.layout.stages[stage].replicas[one] for stage in self.stages[boundary])
-                machines = (places[above.ranks[0]].machine, places[below.ranks[0]].machine)
-                joined = self.network.joined((above.ranks[0], below.ranks[0]))
-                sort = (boundary, *machines, joined, self.samples[key], above.micro_batch, above.tp, below.tp)
-            found[key] = first.setdefault(sort, key)
-        return found
-
-    @memoized
-    def path(self, transfer: BoundaryTransfer) -> Path:
-        """From leader to leader."""
-        stages = self.stages[transfer.boundary]
-        above, below = self._leaders[stages[0]][transfer.above], self._leaders[stages[1]][transfer.below]
-        return self.network.path(*((below, above) if transfer.way else (above, below)))
+    def __init__(self, routes: Routes, network: Network, state: StateCosts) -> None:
+        self.routes, self.network, self.traffic = routes, network, StateTraffic(state)
 
     @cached_property
     def messages(self) -> dict[tuple[object, Resource], float]:
-        """Seconds that a resource needs for the messages of one way, and where all microbatches pass one chunk before the
-        next, of one chunk of all stages."""
-        found = defaultdict[tuple[object, Resource], float](float)
-        for key, count in Counter(self.alike.values()).items():
-            boundary, above, below = key
-            num_bytes = self.samples[key] * self.repeats * self.sample_bytes
-            for way in (0, 1):
-                phase = self._phase(boundary, way)
-                for resource in self.path(BoundaryTransfer(boundary, way, above, below)).resources:
-                    times = 1 if resource.kind in OF_RANKS else count
-                    found[phase, resource] += times * num_bytes / self.network.rate(resource)
-        return found
+        """Seconds that a resource needs for the messages of one phase: of one way, and where all microbatches pass one chunk
+        before the next, of one chunk of all stages."""
+        return {key: self._seconds(key[1], num_bytes) for key, num_bytes in self.routes.messages.items()}
 
-    def _phase(self, boundary: int, way: int) -> object:
-        chunk = self.layout.model_chunks[boundary + way].chunk
-        return (way, chunk) if self.layout.plan.goes_chunk_by_chunk else way
+    def _seconds(self, resource: Resource, num_bytes: Sequence[float]) -> float:
+        seconds, rate = 0.0, self.network.rate(resource)
+        for own in num_bytes:
+            seconds += own / rate
+        return seconds
 
     @cached_property
     def both_ways(self) -> dict[Resource, float]:
@@ -142,27 +64,24 @@ class LinkLoads:
             found[resource] += seconds
         return found
 
-    def paces(self, transfer: BoundaryTransfer) -> Paces:
-        """What its flow takes at least from one sample to the next, alone (one message has one interface) or with
-        others. The transfer is one of those that stand for others."""
-        (alone, resources), phase = self.path(transfer), self._phase(transfer.boundary, transfer.way)
-        least = alone.seconds_per_byte * self.sample_bytes
-        one_way = max([self.messages[phase, resource] for resource in resources]) / self._carried(transfer, phase)
-        if self.layout.plan.schedule in ALL_IN_FLIGHT:  # there the two ways never meet
-            return Paces(max(one_way, least), max(one_way, least))
-        two_way = max([self.both_ways[resource] for resource in resources]) / self._carried(transfer, None)
-        return Paces(max(one_way, least), max(two_way, least))
+    @cached_property
+    def _by_number(self) -> tuple[list[float], list[float]]:
+        """By number of what is passed, seconds for the messages of its phase, and for all of its resource."""
+        return list(self.messages.values()), [self.both_ways[resource] for _, resource in self.messages]
 
-    def _carried(self, transfer: BoundaryTransfer, phase: object) -> int:
-        """Samples that the sender gives the receiver in a phase, None for all, over every boundary and either way."""
-        stages, ends = self.stages[transfer.boundary], transfer[2:]
-        same = [(boundary, transfer.way, ends) for boundary in self._between[stages]]
-        turned = [(boundary, 1 - transfer.way, ends[::-1]) for boundary in self._between[stages[::-1]]]
-        return self.repeats * sum(
-            self.samples[boundary, *pair]
-            for boundary, way, pair in same + turned
-            if phase in (None, self._phase(boundary, way))
-        )
+    def paces(self, flow: Flow) -> tuple[float, float]:
+        """What a flow takes at least from one sample to the next, alone (one message has one interface) or with others: those
+        that go the same way, or both."""
+        (of_phase, of_all), least = self._by_number, self._alone(flow.ranks)
+        one_way = max(max([of_phase[number] for number in flow.passed]) / flow.in_phase, least)
+        if self.routes.layout.plan.schedule in ALL_IN_FLIGHT:  # there the two ways never meet
+            return one_way, one_way
+        return one_way, max(max([of_all[number] for number in flow.passed]) / flow.in_all, least)
+
+    @memoized
+    def _alone(self, ranks: tuple[int, int]) -> float:
+        """Seconds per sample from rank to rank where nobody else uses the way."""
+        return self.network.path(*ranks).alone.seconds_per_byte * self.routes.sample_bytes
 
     @cached_property
     def longest(self) -> tuple[float, float]:
@@ -171,7 +90,7 @@ class LinkLoads:
         for resource, num_bytes in self.traffic.by_resource().items():
             both[resource] += num_bytes / self.network.rate(resource)
         leaders: dict[object, tuple[int, int]] = {
-            rank: (stage, replica) for stage, own in enumerate(self._leaders) for replica, rank in enumerate(own)
+            rank: (stage, replica) for stage, own in enumerate(self.routes.leaders) for replica, rank in enumerate(own)
         }
         for resource in messages:
             if resource.kind in OF_RANKS:
@@ -256,44 +175,63 @@ class StateTraffic:
         return (again + 1) * units[-1] + again * units[0]
 
 
-def meeting(
-    flows: Sequence[int],
-    carried: Sequence[float],
-    sources: Sequence[int],
-    under_way: Sequence[float],
-    computed: Sequence[float],
-) -> Iterator[Message]:
-    """The messages that may wait for the one before them on their flow, or keep the one behind, flow by flow.
+class Kept(NamedTuple):
+    """Messages that may wait for the one before them on their flow, or keep the one behind, as new nodes flow by flow; and all
+    rows, of which theirs wait for them."""
 
-    By row the flow, the seconds for which it carries the row, 0 where it never waits, the node that it comes from, and the
-    seconds under way; `computed` are the seconds that nodes up to each one take. A sender's nodes end at least as far apart as
-    it computes between them: a message is kept by as much as the one before it was, and that one's seconds, exceed this.
-    What is certainly not kept needs no node in a replay.
-    """
-    import numpy as np  # here, since most predictions do without
+    streams: list[slice]  # by flow, the places of its messages in the next three
+    seconds: list[float]  # for which a flow carries a message's rows
+    senders: list[int]  # the nodes that give it to the flow
+    ready: list[float]  # when, from that node's end and never later than it
+    sources: list[int]  # by row, the node from whose end on it is under way
+    under_way: list[float]  # by row, for how long
 
-    def changes(column: Any) -> Any:
-        """Where a value is unlike the one before it; the first one always."""
-        found = np.ones(len(column), bool)
-        found[1:] = column[1:] != column[:-1]
-        return found
 
-    flow, seconds, source = np.array(flows), np.array(carried), np.array(sources)
-    rows = np.flatnonzero(seconds)
-    rows = rows[np.lexsort((source[rows], flow[rows]))]
-    begins = np.flatnonzero(changes(flow[rows]) | changes(source[rows]))
-    first = rows[begins]
-    ready = np.minimum(np.minimum.reduceat(np.array(under_way)[rows], begins), 0.0)
-    spent = np.add.reduceat(seconds[rows], begins)
-    set_out = np.array([computed[node] for node in source[first].tolist()]) + ready
-    longer = np.zeros(len(first))
-    longer[1:] = spent[:-1] - (set_out[1:] - set_out[:-1])
-    longer[changes(flow[first])] = -np.abs(longer).sum()  # the first of a flow is not kept
-    sums = np.cumsum(longer)
-    kept = sums - np.minimum.accumulate(sums) > SAME_MOMENT
-    kept[:-1] |= kept[1:]
-    chosen, ends = np.flatnonzero(kept), [*begins[1:].tolist(), len(rows)]
-    columns = (flow[first], source[first], begins, ready, spent)
-    for message, *figures in zip(chosen.tolist(), *(column[chosen].tolist() for column in columns), strict=True):
-        own_flow, node, begin, own_ready, own_spent = figures
-        yield Message(own_flow, node, rows[begin : ends[message]].tolist(), own_ready, own_spent)
+class Meeting:
+    """Rows of messages from a stage to another, each of a flow and from a node: those of one node and flow are one
+    message. Which they are does not depend on costs."""
+
+    def __init__(self, flows: Sequence[int], sources: Sequence[int]) -> None:
+        import numpy as np  # here, since most predictions do without
+
+        self._flow, self._source = np.array(flows), np.array(sources)
+        self._rows = np.lexsort((self._source, self._flow))
+
+    def kept(self, carried: Sequence[float], under_way: Sequence[float], computed: Any, first_node: int) -> Kept:
+        """By row the seconds for which its flow carries it, 0 where it never waits, and those under way; `computed` is an array
+        of the seconds that nodes up to each one take, `first_node` the number of the first new one.
+
+        A sender's nodes end at least as far apart as it computes between them: a message is kept by as much as the one
+        before it was, and that one's seconds, exceed this. What is certainly not kept needs no node in a replay.
+        """
+        import numpy as np
+
+        seconds, delays = np.array(carried), np.array(under_way)
+        rows = self._rows[seconds[self._rows] != 0.0]
+        begins = np.flatnonzero(_changes(self._flow[rows]) | _changes(self._source[rows]))
+        flow, source = self._flow[rows[begins]], self._source[rows[begins]]
+        ready = np.minimum(np.minimum.reduceat(delays[rows], begins), 0.0)
+        spent = np.add.reduceat(seconds[rows], begins)
+        set_out = computed[source] + ready
+        longer = np.zeros(len(begins))
+        longer[1:] = spent[:-1] - (set_out[1:] - set_out[:-1])
+        longer[_changes(flow)] = -np.abs(longer).sum()  # the first of a flow is not kept
+        sums = np.cumsum(longer)
+        kept = sums - np.minimum.accumulate(sums) > SAME_MOMENT
+        kept[:-1] |= kept[1:]
+        size = np.diff(begins, append=len(rows))  # in rows
+        own, count, sources = rows[np.repeat(kept, size)], np.where(kept, size, 0), self._source.copy()
+        sources[own] = first_node + np.repeat(np.cumsum(kept) - 1, count)
+        delays[own] = delays[own] - np.repeat(ready, count) - np.repeat(spent, count)
+        starts = [*np.flatnonzero(_changes(flow[kept])).tolist(), int(kept.sum())]
+        columns = [column.tolist() for column in (spent[kept], source[kept], ready[kept], sources, delays)]
+        return Kept([slice(*edges) for edges in pairwise(starts)], *columns)
+
+
+def _changes(column: Any) -> Any:
+    """Where a value is unlike the one before it; the first one always."""
+    import numpy as np
+
+    found = np.ones(len(column), bool)
+    found[1:] = column[1:] != column[:-1]
+    return found

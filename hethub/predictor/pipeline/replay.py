@@ -1,7 +1,7 @@
 """Any schedule replayed: nodes with a length, done in each actor's order, each when what it needs has ended."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
@@ -23,7 +23,7 @@ class TaskGraph:
     sources: list[int] = field(default_factory=list)
     under_way: list[float] = field(default_factory=list)
     needs: defaultdict[int, Needs] = field(default_factory=lambda: defaultdict(list))
-    orders: list[list[int]] = field(default_factory=list)
+    orders: list[Sequence[int]] = field(default_factory=list)
 
     def add(self, actor: int, seconds: float, needs: Needs | None = None) -> int:
         """The number of a new node at the end of an actor's order."""
@@ -38,7 +38,7 @@ class TaskGraph:
         self.seconds += seconds
         self.sources += [NONE] * len(seconds)
         self.under_way += [0.0] * len(seconds)
-        self.orders[actor] += added
+        self.orders[actor] = [*self.orders[actor], *added]
         return added
 
     def add_actor(self) -> int:
@@ -46,13 +46,11 @@ class TaskGraph:
         self.orders.append([])
         return len(self.orders) - 1
 
-    def add_stream(self, nodes: Sequence[tuple[float, int, float]]) -> range:
-        """The numbers of the nodes of a new actor: of each its seconds, the one it waits for, and the seconds from that
-        one's end to when it counts."""
-        seconds, sources, under_way = map(list, zip(*nodes, strict=True))
+    def add_stream(self, seconds: list[float], sources: list[int], under_way: list[float]) -> None:
+        """New nodes of a new actor: of each its seconds, the one it waits for, and the seconds from that one's end to when
+        it counts."""
         added = self.extend(self.add_actor(), seconds)
         self.sources[added.start :], self.under_way[added.start :] = sources, under_way
-        return added
 
     def needs_of(self, node: int) -> Needs:
         """All that a node waits for."""
@@ -69,32 +67,28 @@ def replay(graph: TaskGraph, starts: dict[int, float] | None = None) -> list[flo
     seconds, sources, under_way, needs = graph.seconds, graph.sources, graph.under_way, graph.needs
     unknown = float("inf")
     ends = [unknown] * len(seconds) + [-unknown]  # the last one is that of NONE
-    rest = [iter(order) for order in graph.orders]
-    clock = [0.0] * len(rest)
-    for actor, start in (starts or {}).items():
-        clock[actor] = start
-    runnable = [(actor, node) for actor, order in enumerate(rest) for node in islice(order, 1)]
-    waiting: dict[int, list[tuple[int, int]]] = {}  # by what they wait for, actors and their next nodes
+    begun = [((starts or {}).get(actor, 0.0), iter(order)) for actor, order in enumerate(graph.orders)]
+    runnable = [(now, node, order) for now, order in begun for node in islice(order, 1)]
+    waiting: dict[int, list[tuple[float, int, Iterator[int]]]] = {}  # by what they wait for
     while runnable:
-        actor, node = runnable.pop()
-        now, order = clock[actor], rest[actor]
+        now, node, order = runnable.pop()  # when an actor is free, its next node, and the rest of its order
         while node >= 0:
             source = sources[node]
-            ready = ends[source] + under_way[node]
-            if node in needs:
-                for other, seconds_under_way in needs[node]:
-                    if (known := ends[other] + seconds_under_way) > ready:
-                        source, ready = other, known
-            if ready > now:
-                if ready == unknown:
-                    waiting.setdefault(source, []).append((actor, node))
-                    break
-                now = ready
+            if source >= 0 or node in needs:
+                ready = ends[source] + under_way[node]
+                if node in needs:
+                    for other, seconds_under_way in needs[node]:
+                        if (known := ends[other] + seconds_under_way) > ready:
+                            source, ready = other, known
+                if ready > now:
+                    if ready == unknown:
+                        waiting.setdefault(source, []).append((now, node, order))
+                        break
+                    now = ready
             ends[node] = now = now + seconds[node]
             if node in waiting:
                 runnable += waiting.pop(node)
             node = next(order, NONE)
-        clock[actor] = now
     assert not waiting, f"{len(waiting)} nodes wait for each other"
     return ends[:-1]
 

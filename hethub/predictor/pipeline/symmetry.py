@@ -9,16 +9,14 @@ themselves alone; where these are copies of each other, one stands for all.
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple
 
-from hethub.predictor.pipeline.costs import MicrobatchCost, PlanCosts
+from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.link_loads import Paces
+from hethub.predictor.pipeline.parts import MicrobatchCost
+from hethub.predictor.pipeline.routes import Group
 from hethub.predictor.pipeline.state_costs import Portion
 from hethub.spec.layout.bind import Layout
-from hethub.spec.schedule.microbatches import stage_overlap
-
-Group = tuple[tuple[int, ...], ...]  # replicas by stage
 
 
 class FoldedLayout(Layout):
@@ -59,6 +57,9 @@ class FoldedCosts(NamedTuple):
     def state(self) -> Any:
         return self.costs.state
 
+    def replica_key(self, stage: int, replica: int) -> tuple[object, ...]:
+        return self.costs.replica_key(stage, self.group[stage][replica])
+
     def microbatch(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> MicrobatchCost:
         return self.costs.microbatch(stage, self.group[stage][replica], samples, portion)
 
@@ -67,7 +68,7 @@ class FoldedCosts(NamedTuple):
         return self.costs.boundary(stage, self.group[stage][source], self.group[target_stage][target], samples, below)
 
     def paces(self, boundary: int, above: int, below: int) -> tuple[Paces, Paces]:
-        stages = self.costs.loads.stages[boundary]
+        stages = self.costs.routes.stages[boundary]
         return self.costs.paces(boundary, self.group[stages[0]][above], self.group[stages[1]][below])
 
     def optimizer(self, stage: int, replica: int, portion: Portion | None = None) -> float:
@@ -83,32 +84,10 @@ def copies(layout: Layout, costs: PlanCosts) -> list[Group]:
     stages = range(layout.num_stages)
     tied = layout.plan.goes_chunk_by_chunk or layout.plan.num_chunks > 1 or any(map(costs.state.in_rounds, stages))
     if not tied and min(len(stage.replicas) for stage in layout.stages) > 1:
-        pairs = [stage_overlap(a.replicas, b.replicas).pairs for a, b in pairwise(layout.stages)]
-        groups = _groups(layout, pairs)
+        groups, pairs = costs.routes.groups, costs.routes.pairs
         if len(groups) > 1 and len({_group_key(layout, costs, group, pairs) for group in groups}) == 1:
             return groups
     return [tuple(tuple(range(len(stage.replicas))) for stage in layout.stages)]
-
-
-def _groups(layout: Layout, pairs: Sequence[Sequence[tuple[int, int, int]]]) -> list[Group]:
-    """The replicas in groups that talk among themselves alone."""
-    joined: dict[tuple[int, int], tuple[int, int]] = {}
-
-    def first(place: tuple[int, int]) -> tuple[int, int]:
-        while place in joined:
-            place = joined[place]
-        return place
-
-    for stage, own in enumerate(pairs):
-        for above, below, _ in own:
-            a, b = sorted((first((stage, above)), first((stage + 1, below))))
-            if a != b:
-                joined[b] = a
-    found: dict[tuple[int, int], list[list[int]]] = {}
-    for stage, spec in enumerate(layout.stages):
-        for replica in range(len(spec.replicas)):
-            found.setdefault(first((stage, replica)), [[] for _ in layout.stages])[stage].append(replica)
-    return [tuple(map(tuple, group)) for group in found.values()]
 
 
 def _group_key(

@@ -9,14 +9,16 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, groupby
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hethub.predictor.pipeline.costs import Parts, PlanCosts
-from hethub.predictor.pipeline.link_loads import Paces, meeting
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.pipeline.link_loads import Paces
+from hethub.predictor.pipeline.parts import Parts
 from hethub.predictor.pipeline.replay import TaskGraph
 from hethub.predictor.pipeline.symmetry import FoldedCosts
 from hethub.predictor.pipeline.wiring import BoundaryMessages, Place, Run, Way, Wiring, pieces
 from hethub.spec.layout.execution import Kind
+from hethub.spec.plan import ReplicaSpec
 from hethub.spec.schedule.microbatches import StageOverlap, load_alone
 from hethub.spec.schedule.orders import ActorOrder
 
@@ -37,13 +39,6 @@ class Sent(NamedTuple):
     def is_paced(self) -> bool:
         return any(own.two_way for own in self.paces)
 
-    def flows(self) -> list[tuple[int, int]]:
-        """By row, the replicas that it goes from and to."""
-        pairs = [pair[:2] for pair in self.overlap.pairs]
-        if self.way.kind is Kind.BACKWARD:
-            pairs = [pair[::-1] for pair in pairs]
-        return [pairs[pair] for pair in self.overlap.pair_of]
-
     def carried(self) -> list[float]:
         """By row, the seconds for which its flow carries it, 0 where it never waits."""
         found = [
@@ -60,11 +55,11 @@ class Compute:
         self.wiring, self.layout, self.costs = wiring, wiring.layout, costs
         self.runs = wiring.runs
         self.spent: dict[Place, Parts] = {}  # by each replica on all its microbatches
+        self._priced: dict[tuple[object, ...], tuple[list[Parts], list[Parts], Parts]] = {}
         self.early: dict[Place, list[float]] = {}  # by position, how long before its node's end a replica is done
         self.senders: dict[int, int] = {}  # by node of a flow, the node that gives it its messages
         seconds = [each for stage in range(self.layout.num_stages) for each in self._seconds(stage)]
-        orders = list(map(list, wiring.orders))
-        self.graph = TaskGraph(seconds, wiring.sources[:], [0.0] * len(seconds), orders=orders)
+        self.graph = TaskGraph(seconds, wiring.sources[:], [0.0] * len(seconds), orders=list(wiring.orders))
         sent = [each for of_boundary in wiring.boundaries for each in self._messages(of_boundary)]
         for _, between in groupby(sorted(sent, key=attrgetter("ends")), attrgetter("ends")):
             self._add_messages(list(between))
@@ -110,16 +105,25 @@ class Compute:
 
     def _prices(self, place: Place, order: ActorOrder) -> tuple[list[Parts], list[Parts]]:
         """What the replica spends on a whole microbatch and on its last one, by operation; notes what it spends in
-        all."""
+        all, which is the same for equal replicas that do the same."""
         spec = self.layout.replica(*place)
+        key = (self.costs.replica_key(*place), spec.micro_batch, spec.samples, order)
+        if key not in self._priced:
+            self._priced[key] = self._priced_anew(place, order, spec)
+        full, last, self.spent[place] = self._priced[key]
+        return full, last
+
+    def _priced_anew(
+        self, place: Place, order: ActorOrder, spec: ReplicaSpec
+    ) -> tuple[list[Parts], list[Parts], Parts]:
+        """The same of the first of equal replicas, and what it spends in all."""
         num_microbatches = load_alone(spec).num_microbatches
         short = spec.samples - spec.micro_batch * (num_microbatches - 1)
         last = self._passes(place, order, short)
         full = last if short == spec.micro_batch else self._passes(place, order, spec.micro_batch)
         by_part = zip(zip(*full, strict=True), zip(*last, strict=True), strict=True)
         sums = [sum([(num_microbatches - 1) * a + b for a, b in zip(*each, strict=True)]) for each in by_part]
-        self.spent[place] = Parts(*sums)
-        return full, last
+        return full, last, Parts(*sums)
 
     def _passes(self, place: Place, order: ActorOrder, samples: int) -> list[Parts]:
         """What a microbatch takes, by operation."""
@@ -153,36 +157,36 @@ class Compute:
             for sent in sent_between:
                 self._link(sent.way, sent.under_way)
             return
-        sources, under_way, pairs, carried = (
+        under_way, carried = (
             list(chain.from_iterable(column))
-            for column in zip(
-                *((sent.way.sources, sent.under_way, sent.flows(), sent.carried()) for sent in sent_between),
-                strict=True,
-            )
+            for column in zip(*((sent.under_way, sent.carried()) for sent in sent_between), strict=True)
         )
-        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
-        messages = meeting([numbers[pair] for pair in pairs], carried, sources, under_way, self._computed)
-        for _, each in groupby(messages, attrgetter("flow")):
-            own = list(each)
-            nodes = self.graph.add_stream([(message.seconds, message.source, message.ready) for message in own])
-            for node, message in zip(nodes, own, strict=True):
-                self.senders[node] = message.source
-                for row in message.rows:
-                    sources[row], under_way[row] = node, under_way[row] - message.ready - message.seconds
+        meeting, first = self.wiring.meeting(sent_between[0].ends), len(self.graph.seconds)
+        kept = meeting.kept(carried, under_way, self._computed, first)
+        for own in kept.streams:
+            self.graph.add_stream(kept.seconds[own], kept.senders[own], kept.ready[own])
+        self.senders.update(enumerate(kept.senders, first))
         stop = 0
         for sent in sent_between:
             start, stop = stop, stop + len(sent.under_way)
-            self._link(sent.way._replace(sources=sources[start:stop]), under_way[start:stop])
+            self._link(sent.way, kept.under_way[start:stop], kept.sources[start:stop])
 
     @cached_property
-    def _computed(self) -> list[float]:
+    def _computed(self) -> Any:
         """By node of compute, the seconds of it and of all before it."""
-        return list(accumulate(self.graph.seconds))
+        import numpy as np
 
-    def _link(self, way: Way, seconds: list[float]) -> None:
-        """Lets microbatches wait for messages, which come by row, with samples of theirs."""
-        sources, under_way, needs = self.graph.sources, self.graph.under_way, self.graph.needs
-        for node, row in zip(way.waiting, way.firsts, strict=True):
-            sources[node], under_way[node] = way.sources[row], seconds[row]
+        return np.array(list(accumulate(self.graph.seconds)))
+
+    def _link(self, way: Way, seconds: list[float], sources: list[int] | None = None) -> None:
+        """Lets microbatches wait for messages, which come by row, with samples of theirs; where `sources` are given, for
+        these instead of the nodes that send."""
+        graph = self.graph
+        for node, own in zip(way.waiting, map(seconds.__getitem__, way.firsts), strict=True):
+            graph.under_way[node] = own
+        if sources:
+            for node, source in zip(way.waiting, map(sources.__getitem__, way.firsts), strict=True):
+                graph.sources[node] = source
+        given = sources or way.sources
         for node, row in way.others:
-            needs[node].append((way.sources[row], seconds[row]))
+            graph.needs[node].append((given[row], seconds[row]))

@@ -11,8 +11,10 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from hethub.predictor.cost.cache import memoized
+from hethub.predictor.pipeline.link_loads import Meeting
 from hethub.predictor.pipeline.replay import NONE
-from hethub.predictor.pipeline.symmetry import FoldedLayout, Group
+from hethub.predictor.pipeline.routes import Group
+from hethub.predictor.pipeline.symmetry import FoldedLayout
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Kind, actor_order
 from hethub.spec.schedule.microbatches import StageOverlap, stage_overlap
@@ -103,6 +105,19 @@ class Wiring:
     @property
     def _num_nodes(self) -> int:
         return self.orders[-1].stop if self.orders else 0
+
+    @memoized
+    def meeting(self, ends: tuple[int, int]) -> Meeting:
+        """Of all messages from a stage to another. A flow is those from a replica to another."""
+        pairs, sources = list[tuple[int, int]](), list[int]()
+        for own in self.boundaries:
+            if ends in (own.stages, own.stages[::-1]):
+                up = ends != own.stages
+                between = [(below, above) if up else (above, below) for above, below, _ in own.overlap.pairs]
+                pairs += [between[pair] for pair in own.overlap.pair_of]
+                sources += own.ways[up].sources
+        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+        return Meeting([numbers[pair] for pair in pairs], sources)
 
     def _run(self, order: ActorOrder) -> Run:
         """A new actor with nodes for its order."""

@@ -49,7 +49,7 @@ class ClusterNetwork:
         if len(ranks) == 1 or not num_bytes:
             return Transfer(0.0, 0.0, ())
         if name == "broadcast":
-            return self._on_its_way(ranks[0], ranks[1], num_bytes, self._network.broadcast(ranks))
+            return self._on_its_way(ranks[0], ranks[1], num_bytes, self._network.broadcast(tuple(ranks)))
         group = self._network.group(ranks)
         seconds = self._network.all_reduce if name.startswith("all_reduce") else self._network.reduce_scatter
         whole = seconds(group, num_bytes)

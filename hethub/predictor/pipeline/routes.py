@@ -1,0 +1,151 @@
+"""Which links the messages of a plan pass, and how many samples: all of their loads that does not depend on a cluster's
+figures."""
+
+from collections import Counter, defaultdict
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.resources import OF_RANKS, Resource
+from hethub.spec.layout.bind import Layout
+from hethub.spec.schedule.microbatches import sizes_of, stage_overlap
+
+
+class Flow(NamedTuple):
+    """The messages of one way over one boundary between model chunks, from a replica to another: of a flow where chunks
+    take turns, a part."""
+
+    ranks: tuple[int, int]  # the leaders, or others between machines of the same kinds, where the way alone is as fast
+    passed: list[int]  # what they pass, by its number in `Routes.passed`
+    sender: tuple[int, int, int]  # the number of its model chunk, the way, and the replica
+    in_phase: int  # samples that the sender gives the receiver, over every boundary and either way
+    in_all: int
+
+
+Pair = tuple[int, int, int]  # a boundary, as the model chunk above it, and the replicas above and below
+Group = tuple[tuple[int, ...], ...]  # replicas by stage
+
+
+class Routes:
+    """The flows of a layout. Which links there are between two ranks, and so all here, is the same for clusters that differ
+    in figures alone."""
+
+    def __init__(self, layout: Layout, network: Network, sample_bytes: float, repeats: int) -> None:
+        """`sample_bytes` are those of one sample's hidden states, `repeats` how often a chunk's boundary is crossed by
+        software that interleaves."""
+        self.layout, self.network, self.sample_bytes, self.repeats = layout, network, sample_bytes, repeats
+        self.stages = [(above.stage, below.stage) for above, below in pairwise(layout.model_chunks)]  # by boundary
+        self.boundaries = [boundary for boundary, (above, below) in enumerate(self.stages) if above != below]
+        self.leaving: defaultdict[int, list[int]] = defaultdict(list)  # by stage, the boundaries below it
+        self._between: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by stages above and below
+        for boundary in self.boundaries:
+            self.leaving[self.stages[boundary][0]].append(boundary)
+            self._between[self.stages[boundary]].append(boundary)
+        self.leaders = [[replica.ranks[0] for replica in stage.replicas] for stage in layout.stages]
+        self.passed: dict[tuple[object, Resource], int] = {}  # numbers by phase and resource, as `flows` meet them
+        self._like: dict[tuple[object, ...], tuple[int, int]] = {}
+
+    @cached_property
+    def pairs(self) -> list[list[tuple[int, int, int]]]:
+        """By stage but the last, the replicas of it and of the next that share samples, and how many."""
+        return [stage_overlap(a.replicas, b.replicas).pairs for a, b in pairwise(self.layout.stages)]
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The replicas in groups that talk among themselves alone, where stages are one chunk."""
+        joined: dict[tuple[int, int], tuple[int, int]] = {}
+
+        def first(place: tuple[int, int]) -> tuple[int, int]:
+            while place in joined:
+                place = joined[place]
+            return place
+
+        for stage, own in enumerate(self.pairs):
+            for above, below, _ in own:
+                a, b = sorted((first((stage, above)), first((stage + 1, below))))
+                if a != b:
+                    joined[b] = a
+        found: dict[tuple[int, int], list[list[int]]] = {}
+        for stage, spec in enumerate(self.layout.stages):
+            for replica in range(len(spec.replicas)):
+                found.setdefault(first((stage, replica)), [[] for _ in self.layout.stages])[stage].append(replica)
+        return [tuple(map(tuple, group)) for group in found.values()]
+
+    @cached_property
+    def samples(self) -> Counter[Pair]:
+        """By pair, the samples that cross the boundary from one replica to the other."""
+        found: Counter[Pair] = Counter()
+        for boundary in self.boundaries:
+            above, below = (self.layout.stages[stage].replicas for stage in self.stages[boundary])
+            if sizes_of(above) == sizes_of(below):
+                found.update({(boundary, r, r): replica.samples for r, replica in enumerate(above)})
+                continue
+            overlap = stage_overlap(above, below)
+            for pair, count in Counter(overlap.pair_of).items():
+                one, other, samples = overlap.pairs[pair]
+                found[boundary, one, other] += count * samples
+        return found
+
+    @cached_property
+    def alike(self) -> dict[Pair, Pair]:
+        """By pair, the first of those between the same machines that are as busy: where stages cut the samples alike, one
+        stands for all."""
+        places, first = self.layout.cluster.places, dict[object, Pair]()
+        found = {}
+        for key in self.samples:
+            boundary, one, other = key
+            sort: object = key
+            if one == other:
+                above, below = (self.layout.stages[stage].replicas[one] for stage in self.stages[boundary])
+                machines = (places[above.ranks[0]].machine, places[below.ranks[0]].machine)
+                joined = self.network.joined((above.ranks[0], below.ranks[0]))
+                sort = (boundary, *machines, joined, self.samples[key], above.micro_batch, above.tp, below.tp)
+            found[key] = first.setdefault(sort, key)
+        return found
+
+    @cached_property
+    def flows(self) -> dict[Pair, tuple[Flow, Flow]]:
+        """By pairs that stand for others, the flows with the activations and with their gradients."""
+        return {key: (self._flow(key, 0), self._flow(key, 1)) for key in dict.fromkeys(self.alike.values())}
+
+    def _flow(self, key: Pair, way: int) -> Flow:
+        boundary, *replicas = key
+        leaders = [self.leaders[stage][own] for stage, own in zip(self.stages[boundary], replicas, strict=True)]
+        source, target = leaders[::-1] if way else leaders
+        a, b = self.layout.cluster.places[source], self.layout.cluster.places[target]
+        nodes = (a.node.name, b.node.name, a.machine == b.machine, self.network.joined((source, target)))
+        phase, resources = self._phase(boundary, way), self.network.path(source, target).resources
+        passed = [self.passed.setdefault((phase, resource), len(self.passed)) for resource in resources]
+        carried = [self._carried(key, way, during) for during in (phase, None)]
+        sender = (boundary + way, way, replicas[way])
+        return Flow(self._like.setdefault(nodes, (source, target)), passed, sender, *carried)
+
+    def _phase(self, boundary: int, way: int) -> object:
+        chunk = self.layout.model_chunks[boundary + way].chunk
+        return (way, chunk) if self.layout.plan.goes_chunk_by_chunk else way
+
+    def _carried(self, key: Pair, way: int, phase: object) -> int:
+        """Samples that the sender gives the receiver in a phase, None for all, over every boundary and either way."""
+        stages, ends = self.stages[key[0]], key[1:]
+        same = [(boundary, way, ends) for boundary in self._between[stages]]
+        turned = [(boundary, 1 - way, ends[::-1]) for boundary in self._between[stages[::-1]]]
+        return self.repeats * sum(
+            self.samples[boundary, *pair]
+            for boundary, own, pair in same + turned
+            if phase in (None, self._phase(boundary, own))
+        )
+
+    @cached_property
+    def messages(self) -> dict[tuple[object, Resource], list[float]]:
+        """By phase (the way, and where all microbatches pass one chunk before the next, the chunk) and resource, numbered
+        as in `passed`, the bytes of each sort of messages."""
+        flows = self.flows  # these number what they pass
+        found: dict[tuple[object, Resource], list[float]] = {key: [] for key in self.passed}
+        numbered = [(resource.kind in OF_RANKS, own) for (_, resource), own in found.items()]
+        for key, count in Counter(self.alike.values()).items():
+            num_bytes = self.samples[key] * self.repeats * self.sample_bytes
+            for number in flows[key][0].passed + flows[key][1].passed:
+                is_of_rank, own = numbered[number]
+                own.append((1 if is_of_rank else count) * num_bytes)
+        return found
