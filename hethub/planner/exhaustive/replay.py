@@ -58,7 +58,7 @@ def nodes_of(layout: Layout) -> dict[int, Node]:
     """All passes of all microbatches by number, in an order in which they can run."""
     wiring = Wiring(layout, full=True)
     works, needs = _works(wiring), _needs(wiring)
-    orders = [[node for node in own if node in works] for own in wiring.orders]
+    orders: list[Sequence[int]] = [[node for node in own if node in works] for own in wiring.orders]
     count = wiring.orders[-1].stop
     graph = TaskGraph([1.0] * count, [NONE] * count, [0.0] * count, orders=orders)
     for node, own in needs.items():

@@ -23,7 +23,7 @@ class TaskGraph:
     sources: list[int] = field(default_factory=list)
     under_way: list[float] = field(default_factory=list)
     needs: defaultdict[int, Needs] = field(default_factory=lambda: defaultdict(list))
-    orders: Sequence[Sequence[int]] = field(default_factory=list)
+    orders: list[Sequence[int]] = field(default_factory=list)
 
     def add(self, actor: int, seconds: float, needs: Needs | None = None) -> int:
         """The number of a new node at the end of an actor's order."""
