@@ -72,7 +72,7 @@ def none(*_: object, **__: object) -> list[object]:
 
 AUTO, NEAR = "hethub.planner.search.auto", "hethub.planner.search.neighbours"
 LOCAL = "hethub.planner.search.local_search"
-EFFORTS = ("hethub.planner.plan.effort_for", "hethub.planner.search.left_out.effort_for")
+EFFORT = "hethub.planner.plan.effort_for"
 CUTS, SMALL_ONES = "hethub.planner.generate.cuts", "hethub.planner.generate.small"
 LAYOUTS, STAGES = "hethub.planner.generate.stage_layouts", "hethub.planner.generate.device_type_stages"
 
@@ -83,7 +83,7 @@ def with_effort(**given: Any) -> Change:
     def effort(problem: Any) -> Effort:
         return replace(effort_for(problem), **given)
 
-    return lambda: dict.fromkeys(EFFORTS, effort)
+    return lambda: {EFFORT: effort}
 
 
 def without_families(*names: str) -> Change:
@@ -116,6 +116,7 @@ CHANGES: dict[str, Change] = {
     "no cephalo": without_families("cephalo"),
     "no zorse": without_families("zorse"),
     "no families": without_families("uniform", "hethub", "poplar", "cephalo", "zorse"),
+    "nothing unused": constant(f"{AUTO}.fewer_device_types", nothing),
     # search
     "no descents": with_effort(descents=0),
     "no climbs": with_effort(climbs=0, arrangements=0),

@@ -1,8 +1,13 @@
 """Which cuts `auto` looks at in every mode."""
 
+import runpy
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -15,6 +20,8 @@ from hethub.planner.problem.problem import Batch, Problem
 from hethub.planner.search.auto import MOST_CUTS, in_modes
 from hethub.planner.search.effort import effort_for
 from tests.planner.problems import TINY, cluster, incumbent_of
+
+ABLATION = Path(__file__).resolve().parents[3] / "benchmarks" / "ablation.py"
 
 
 def wide() -> Problem:
@@ -55,3 +62,12 @@ def test_of_each_number_of_stages_only_some_cuts_are_kept():
         <= PER_SORT
         < max(Counter(len(e.layers) for e in best_cuts(problem, table, 64).cuts).values())
     )
+
+
+def test_what_an_ablation_takes_out_is_there(monkeypatch: pytest.MonkeyPatch):
+    """It patches names, which may move."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which a benchmark adds the project's root
+    for change in runpy.run_path(str(ABLATION))["CHANGES"].values():
+        with ExitStack() as stack:
+            for name, value in change().items():
+                stack.enter_context(patch(name, value))
