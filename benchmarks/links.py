@@ -32,9 +32,9 @@ from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.resources import Resource
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.link_loads import UNPACED
 from hethub.predictor.pipeline.replay import NONE, TaskGraph, replay
 from hethub.predictor.pipeline.task_graph import Compute
+from hethub.predictor.pipeline.traffic.link_loads import UNPACED
 from hethub.predictor.pipeline.wiring import Wiring
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind

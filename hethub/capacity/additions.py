@@ -23,7 +23,8 @@ def rank_additions(
     catalogue: CatalogueSpec, evaluate: Evaluator, have: ClusterSpec, progress: Progress | None = None
 ) -> tuple[list[Addition], list[LeftOut]]:
     """Every node type added once to what is owned, best tokens/s per price first (per node where there is no price),
-    and those that cannot be added. Raises BadInput where nothing fits the owned nodes themselves."""
+    and those that cannot be added. Raises BadInput where nothing fits the owned nodes themselves, and where no type can be
+    added."""
     try:
         now = evaluate(have)
     except BadInput as error:
@@ -44,6 +45,12 @@ def rank_additions(
             Addition(
                 node=node.name, tokens_per_second=rate, gained_tokens_per_second=gained, gained_per_price=per_price
             )
+        )
+    if not found:
+        first = left_out[0]
+        raise BadInput(
+            f"none of the catalogue's {len(left_out)} node types can be added to cluster '{have.name}'; "
+            f"{next(iter(first.nodes))}: {first.why}"
         )
     ranked = sorted(
         found, key=lambda a: (a.gained_per_price is None, -(a.gained_per_price or 0.0), -a.gained_tokens_per_second)

@@ -36,6 +36,7 @@ def _add_init(commands: Any) -> None:
 
 def init(options: argparse.Namespace) -> None:
     from hethub.commands import templates
+    from hethub.spec.documents import write_text
 
     files = _files(options.kind, options.model)
     there = [name for name in files if (options.out / name).exists()]
@@ -46,7 +47,7 @@ def init(options: argparse.Namespace) -> None:
     check_folder(options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        (options.out / name).write_text(text, encoding="utf-8")
+        write_text(text, options.out / name)
     print(f"written: {', '.join(str(options.out / name) for name in files)}")
     job = shlex.quote(str(options.out / "job.yaml"))
     print(f"next: hethub plan {job}")

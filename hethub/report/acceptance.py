@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hethub.runtime.acceptance.acceptance import Acceptance
 from hethub.runtime.console import make_console, make_table
+from hethub.spec.documents import write_text
 
 
 def print_acceptance(accepted: Acceptance) -> None:
@@ -21,4 +22,4 @@ def print_acceptance(accepted: Acceptance) -> None:
 
 def write_acceptance(accepted: Acceptance, path: Path) -> None:
     """Everything of it as JSON."""
-    path.write_text(json.dumps(accepted.to_dict(), indent=1) + "\n", encoding="utf-8")
+    write_text(json.dumps(accepted.to_dict(), indent=1) + "\n", path)

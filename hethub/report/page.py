@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from hethub.spec.documents import write_text
+
 
 def write_html(out: Path, title: str, parts: Sequence[str]) -> None:
     """Writes a page that needs no other file."""
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
-    out.write_text(f"{head}<h1>{escape(title)}</h1>{''.join(parts)}</html>\n", encoding="utf-8")
+    write_text(f"{head}<h1>{escape(title)}</h1>{''.join(parts)}</html>\n", out)
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hethub.predictor.pipeline.timeline import Span
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.documents import write_text
 
 
 def times_are(cluster: ClusterSpec) -> str:
@@ -44,4 +45,4 @@ def chrome_trace(spans: Iterable[Span], accelerators: list[str], label: str) -> 
 
 
 def write_trace(trace: dict[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(trace, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(json.dumps(trace, allow_nan=False) + "\n", path)

@@ -7,6 +7,7 @@ make of it (a few lines of YAML can stand for more nodes than a machine has memo
 import glob
 import json
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,9 @@ MOST_YAML_BYTES = 2**24  # a plan for 100,000 ranks has about half of that
 MOST_JSON_BYTES = 2**26
 MOST_DEPTH = 64  # the deepest of our files has twelve levels
 MOST_ALIASED_NODES = 100_000
+
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_OF_YAML_1_1 = re.compile(r"[-+]?0[0-7_]+$|.*:")  # 010 is 8 there, and 1:30 is 90
 
 _VALUE = "value"  # what --set gives, on the command line: it has no lines
 
@@ -213,9 +217,9 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
 
 def _note_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], name: str) -> None:
     lines.setdefault(path, node.start_mark.line + 1)
-    if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
-        place = f"{name}, line {node.start_mark.line + 1}"
-        raise BadInput(f"{place}: {dotted(path)} holds a zero character, which no name or text may; take it out.")
+    if isinstance(node, yaml.ScalarNode):
+        line = f", line {node.start_mark.line + 1}: {dotted(path)}"
+        _check_scalar(node, name + (line if path else ": the value"))
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             _note_lines(item, (*path, index), lines, name)
@@ -229,6 +233,16 @@ def _note_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], name:
                 raise BadInput(f"{place}: {dotted(here)} is given twice; keep one.")
             lines[here] = key.start_mark.line + 1
             _note_lines(value, here, lines, name)
+
+
+def _check_scalar(node: yaml.ScalarNode, place: str) -> None:
+    if "\0" in node.value:
+        raise BadInput(f"{place} holds a zero character, which no name or text may; take it out.")
+    if node.tag in _NUMBERS and _OF_YAML_1_1.match(node.value):
+        raise BadInput(
+            f"{place} is {node.value}, which YAML 1.1 reads in base 8 or 60 and YAML 1.2 does not; write a plain "
+            "decimal number, or quote it if it is a name."
+        )
 
 
 def set_key(override: str, data: Any, source: Source) -> None:
@@ -250,9 +264,18 @@ def set_key(override: str, data: Any, source: Source) -> None:
     source.was_set(outermost, f"--set {override}")
 
 
+def write_text(text: str, path: Path) -> None:
+    """Writes a file of its own. Raises OSError, which names the file also where a disk is full."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
 def write_yaml(data: Any, path: Path) -> None:
     """Writes plain data as YAML in the order given; lists of scalars stay on one line."""
-    path.write_text(dump_yaml(data), encoding="utf-8")
+    write_text(dump_yaml(data), path)
 
 
 def dump_yaml(data: Any) -> str:

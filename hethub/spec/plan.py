@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from hethub.spec.accelerator import Precision
 from hethub.spec.base import Spec, load
 from hethub.spec.cluster import ClusterSpec, NonNegative
-from hethub.spec.documents import dump_yaml
+from hethub.spec.documents import dump_yaml, write_text
 from hethub.spec.errors import BrokenRule
 from hethub.spec.model import Count, ModelSpec
 from hethub.spec.ranges import Range
@@ -263,7 +263,7 @@ def load_plan(path: str | Path) -> PlanSpec:
 def save_plan(plan: PlanSpec, path: Path, job: PlannedFor | None = None) -> None:
     """Writes the plan so that `load_plan` gives it back and a person can edit it; with `job`, so that it stands
     alone."""
-    path.write_text(plan_text(plan, job), encoding="utf-8")
+    write_text(plan_text(plan, job), path)
 
 
 def plan_text(plan: PlanSpec, job: PlannedFor | None = None) -> str:

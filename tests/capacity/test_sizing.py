@@ -197,6 +197,19 @@ def test_owned_nodes_cost_nothing() -> None:
     assert cluster_of(CATALOGUE, {"slow": 1}, have).size == 40
 
 
+def test_where_no_type_can_be_added_the_first_reason_is_given() -> None:
+    """The table had been empty, and the command content."""
+    have = cluster(("A100-SXM4-80GB", 4, 8), name="ours")
+
+    def evaluate(on: ClusterSpec) -> SimpleNamespace:
+        if on.size > have.size:
+            raise BadInput("region of the new node is not given.")
+        return SimpleNamespace(tokens_per_second=1.0)
+
+    with pytest.raises(BadInput, match=r"none of the catalogue's 2 node types can be added.*region of the new node"):
+        rank_additions(CATALOGUE, evaluate, have)
+
+
 def test_additions_are_ranked_by_throughput_per_price() -> None:
     have = cluster(("A100-SXM4-80GB", 4, 8), name="ours")
     assert [addition.node for addition in rank_additions(CATALOGUE, evaluate, have)[0]] == ["slow", "fast"]

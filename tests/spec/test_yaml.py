@@ -7,7 +7,7 @@ import pytest
 from pydantic import Field
 
 from hethub.spec.base import Spec, build, load
-from hethub.spec.documents import dump_yaml, parse_yaml, read_yaml
+from hethub.spec.documents import dump_yaml, parse_yaml, read_yaml, write_text
 from hethub.spec.errors import BadInput
 
 
@@ -80,6 +80,8 @@ def test_what_is_written_is_what_is_read() -> None:
         ("name: a\n---\nname: b\n", "expected a single document in the stream, but found another document"),
         ("name: \0\n", "unacceptable character"),
         ('name: a\nmain: {kind: "o\\0k"}\n', "tree.yaml, line 2: main.kind holds a zero character, which no name or text may"),
+        ("name: a\nmain: {depth: 010}\n", "line 2: main.depth is 010, which YAML 1.1 reads in base 8 or 60"),  # it was 8
+        ("name: a\nmain: {depth: 1:30}\n", "line 2: main.depth is 1:30, which YAML 1.1 reads in base 8 or 60"),  # it was 90
         ("name: a\nmain: 5\n", "line 2: main is 5, but input should be a mapping of keys to values."),
         ("name: a\nothers: {depth: 1}\n", "others is {'depth': 1}, but input should be a list."),
         ("name: a\npair: [1, 2, 3]\n", "pair is [1, 2, 3], but it takes 2 items at most."),
@@ -95,7 +97,7 @@ def test_a_mistake_is_named_with_its_place(text: str, expected: str) -> None:
 
 
 def test_a_number_is_one_whether_quoted_or_with_a_point() -> None:
-    for written in ("2", "2.0", "'2'", "2.0e+0"):
+    for written in ("2", "2.0", "'2'", "2.0e+0", "'02'"):
         assert outer(f"name: a\nrate: {written}\nmain: {{depth: {written}}}\n").main.depth == 2
     assert outer("name: a\nrate: 2e-1\n").rate == 0.2  # which is text to YAML
 
@@ -129,3 +131,10 @@ def test_specs_are_frozen_and_replace_validates() -> None:
     assert spec.replace(depth=3) == InnerSpec(depth=3)
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         spec.replace(depth=0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_file_that_cannot_be_written_is_named() -> None:
+    """The system says of a full disk only that it is full."""
+    with pytest.raises(OSError, match="/dev/full"):
+        write_text("much\n", Path("/dev/full"))

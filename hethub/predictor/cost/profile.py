@@ -19,7 +19,7 @@ import hethub
 from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Spec, build, describe
 from hethub.spec.cluster import ClusterSpec, NonNegative
-from hethub.spec.documents import Source, read_json
+from hethub.spec.documents import Source, read_json, write_text
 from hethub.spec.errors import BadInput
 from hethub.spec.model import Count, ModelSpec
 
@@ -175,7 +175,7 @@ def assumed_speeds(cluster: ClusterSpec, precision: Precision, profile: ProfileS
 
 
 def save_profile(profile: ProfileSpec, path: str | Path) -> None:
-    Path(path).write_text(json.dumps(profile.to_dict(), indent=1) + "\n", encoding="utf-8")
+    write_text(json.dumps(profile.to_dict(), indent=1) + "\n", Path(path))
 
 
 def merge(profiles: Iterable[ProfileSpec]) -> ProfileSpec:

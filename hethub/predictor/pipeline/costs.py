@@ -16,11 +16,11 @@ from hethub.predictor.cost.software import Software, element_bytes
 from hethub.predictor.memory.activations import kept_of_layer, kept_per_sample
 from hethub.predictor.memory.parameters import replica_widths
 from hethub.predictor.memory.state import optimizer_bytes
-from hethub.predictor.pipeline.link_loads import LinkLoads, Paces
 from hethub.predictor.pipeline.overlap import exposed
 from hethub.predictor.pipeline.parts import MicrobatchCost, Parts
-from hethub.predictor.pipeline.routes import Flow, Pair, Routes
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
+from hethub.predictor.pipeline.traffic.link_loads import LinkLoads, Paces
+from hethub.predictor.pipeline.traffic.routes import Flow, Pair, Routes
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.layout.bind import Layout

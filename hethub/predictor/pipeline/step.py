@@ -17,9 +17,9 @@ from hethub.predictor.pipeline.closed_form import Chain, Ends, interleaved, pipe
 from hethub.predictor.pipeline.collectives import Collectives
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.replay import idle_times, replay
-from hethub.predictor.pipeline.routes import Group
 from hethub.predictor.pipeline.symmetry import FoldedCosts, copies, extent
 from hethub.predictor.pipeline.task_graph import Compute
+from hethub.predictor.pipeline.traffic.routes import Group
 from hethub.predictor.pipeline.wiring import Place, Wiring, Wirings
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import COLLECTIVE, Action, Kind, schedule

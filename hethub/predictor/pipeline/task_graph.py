@@ -12,10 +12,10 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.link_loads import Paces
 from hethub.predictor.pipeline.parts import Parts
 from hethub.predictor.pipeline.replay import TaskGraph
 from hethub.predictor.pipeline.symmetry import FoldedCosts
+from hethub.predictor.pipeline.traffic.link_loads import Paces
 from hethub.predictor.pipeline.wiring import BoundaryMessages, Place, Run, Way, Wiring, pieces
 from hethub.spec.layout.execution import Kind
 from hethub.spec.plan import ReplicaSpec

@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from hethub.predictor.cost.cache import memoized
-from hethub.predictor.pipeline.link_loads import Meeting
 from hethub.predictor.pipeline.replay import NONE
-from hethub.predictor.pipeline.routes import Group
 from hethub.predictor.pipeline.symmetry import FoldedLayout
+from hethub.predictor.pipeline.traffic.link_loads import Meeting
+from hethub.predictor.pipeline.traffic.routes import Group
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Kind, actor_order
 from hethub.spec.schedule.microbatches import StageOverlap, stage_overlap

@@ -30,8 +30,8 @@ from hethub.predictor import predict
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.link_loads import UNPACED
 from hethub.predictor.pipeline.step import step_times
+from hethub.predictor.pipeline.traffic.link_loads import UNPACED
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec, ReplicaSpec, ScheduleName, StageSpec

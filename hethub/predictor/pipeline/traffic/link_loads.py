@@ -20,8 +20,8 @@ from hethub.predictor.cost.groups import Operation
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.resources import OF_RANKS, Resource
 from hethub.predictor.memory.parameters import RankWidths, StageParameters, rank_widths
-from hethub.predictor.pipeline.routes import Flow, Routes
 from hethub.predictor.pipeline.state_costs import StateCosts
+from hethub.predictor.pipeline.traffic.routes import Flow, Routes
 from hethub.spec.layout.bind import ALL_IN_FLIGHT
 
 SAME_MOMENT = 1e-12  # seconds, by which sums may be off
