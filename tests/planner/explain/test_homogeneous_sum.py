@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hethub.planner import plan
-from hethub.planner.explain.homogeneous_sum import homogeneous_parts, makers_alone_tokens_per_second
+from hethub.planner.explain.homogeneous_sum import divisible, homogeneous_parts, makers_alone_tokens_per_second
 from hethub.planner.generate.families import FAMILIES
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
@@ -25,6 +25,16 @@ def test_the_bound_of_a_job_is_the_one_that_planning_reports() -> None:
     found = plan(TINY, on, (16, 128, "bf16")).prediction.makers_alone_tokens_per_second
     alone = homogeneous_parts(pose(TINY, on, Batch(16, 128, "bf16")))
     assert makers_alone_tokens_per_second(alone) == pytest.approx(found)
+
+
+@pytest.mark.parametrize(
+    ("part", "samples"),
+    [(0.4, 0), (0.6, 1), (43.2, 43), (64.9, 64), (65.1, 66), (760.6, 768), (472.7, 472), (1891, 1888)],
+)
+def test_a_part_of_the_batch_can_be_divided(part: float, samples: int) -> None:
+    """By eye: of 761 samples ten replicas' microbatches do not come out even, nor do those of 16."""
+    assert divisible(part) == samples
+    assert part < 32 or abs(samples / part - 1) <= 1 / 64
 
 
 def test_a_kind_without_a_sample_leaves_it_undefined() -> None:
