@@ -47,6 +47,8 @@ def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation
             break
         incumbent.evaluator.microbatches_left = effort.microbatches
         look(problem, incumbent, effort, fewer, best_cuts(problem, fewer, effort.cuts))
+    if incumbent.out_of_time:
+        return incumbent.best
     climb_leaders(incumbent, effort)
     for candidates in families.values():
         incumbent.evaluator.microbatches_left = FAMILY_MICROBATCHES

@@ -20,9 +20,9 @@ from hethub.predictor.cost.layer import LayerCost
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profile import DeviceProfile, LayerTiming, LinkTiming, PartTiming, ProfileSpec
 from hethub.predictor.cost.software import HETHUB
-from hethub.predictor.pipeline import link_loads
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import step_times
+from hethub.predictor.pipeline.traffic import link_loads
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.state import StateMap

@@ -64,4 +64,4 @@ def test_a_host_that_carries_enough_limits_nobody() -> None:
 def test_the_search_estimates_offloading_so() -> None:
     on = offloading(100.0, (0, 1)).layout.cluster
     problem = pose(LLAMA_8B, on, Batch(8, 4096, "bf16"))
-    assert StageTimes(problem, UnitCosts(problem))._host == [pytest.approx(1e-9 * 8 / 100)]
+    assert StageTimes(problem, UnitCosts(problem)).host_seconds == [pytest.approx(1e-9 * 8 / 100)]
