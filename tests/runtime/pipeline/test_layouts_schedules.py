@@ -24,6 +24,10 @@ THREE_CHUNKS = [
     chunked([(0, 1), (2, 3), (4, 5)], replica([0], 8, 2)),
     chunked([(1, 2), (3, 4), (5, 6)], replica([1], 8, 1)),
 ]
+CHAINS = [  # replicas that wait for no others, the second with fewer microbatches than there are stages
+    chunked([(0, 1), (2, 3)], replica([0], 7), replica([1], 1), zero=1),
+    chunked([(1, 2), (3, 4)], replica([2], 7), replica([3], 1), zero=1),
+]
 UNLIKE = [
     stage((0, 2), replica([0], 5, 2), replica([1], 3), zero=1),
     stage((2, 4), replica([2, 3], 6, 2), replica([4], 2), zero=1),
@@ -77,6 +81,7 @@ CASES = [
     Case(name="interleaved, 3 chunks, no clipping", schedule="interleaved", stages=THREE_CHUNKS, model=SIX, train=NO_CLIP),
     Case(name="interleaved, uneven, devices", schedule="interleaved", stages=UNEVEN_CHUNKS, model=SIX, train=NO_CLIP, staged=True),
     Case(name="interleaved, TP and DP, tied head", schedule="interleaved", stages=TP_CHUNKS, model=TIED, vendors="aann"),
+    Case(name="interleaved, unlike chains", schedule="interleaved", stages=CHAINS, vendors="anna"),
     Case(name="zero_bubble", schedule="zero_bubble", stages=THREE_STAGES),
     Case(name="zero_bubble, unlike replicas, devices", schedule="zero_bubble", stages=UNLIKE, vendors="anaan", staged=True),
     Case(name="zero_bubble, tied head, no clipping", schedule="zero_bubble", stages=UNLIKE, model=TIED, train=NO_CLIP),
