@@ -42,7 +42,7 @@ class Chains:
             else:
                 across = self.boundaries[index - 1].seconds(branches, above, dealt)
                 down, up = down + across, up + across
-            forward, backward = (stage.of_samples(rows, index, dealt) for index in (0, 1))
+            forward, backward = (stage.of_samples(rows, pass_index, dealt) for pass_index in (0, 1))
             down = _passed(dealt, down, stage.updates[rows], forward)
             up = _passed(dealt.mirrored, up[:, ::-1], work.left, backward[:, ::-1])[:, ::-1]
             begun = np.take_along_axis(down, cut.firsts[ways], axis=1) - work.first

@@ -61,6 +61,10 @@ class _Arrangement:
         return to_candidate(self.problem, stages, units, self.combination)
 
 
+# Seconds without communication, the combination, the arrangement, and the combination's others.
+_Waiting = tuple[float, int, _Arrangement, Iterator[tuple[float, _Arrangement]]]
+
+
 def propose(
     problem: Problem,
     costs: Estimator,
@@ -97,50 +101,47 @@ def propose(
 def _in_order(problem: Problem, table: Table, shortest: Callable[[], float]) -> Iterator[_Arrangement]:
     """All arrangements that may be better than `shortest()`, those of the fewest seconds first. No partition of a
     combination takes less than its bound, so those of the next need not be cut before."""
-    queue: list[tuple[float, int, Iterator[_Arrangement], Iterator[float]]] = []  # the next of every combination
+    queue: list[_Waiting] = []  # the next of every combination
     for row in np.nonzero(table.units <= MOST_UNITS)[0].tolist():
         while queue and queue[0][0] <= table.bound[row]:
             yield _first(queue)
         if table.bound[row] >= shortest():
             break
-        seconds, arrangements = _cut(problem, table, row, CUT_ERR * shortest())
-        if (least := next(seconds, None)) is not None:
-            heapq.heappush(queue, (least, row, arrangements, seconds))
+        _push(queue, row, _cut(problem, table, row, CUT_ERR * shortest()))
     while queue and queue[0][0] < CUT_ERR * shortest():
         yield _first(queue)
 
 
-def _first(queue: list[tuple[float, int, Iterator[_Arrangement], Iterator[float]]]) -> _Arrangement:
+def _first(queue: list[_Waiting]) -> _Arrangement:
     """Takes the first arrangement out; where seconds are equal, that of the first combination."""
-    _, row, arrangements, seconds = heapq.heappop(queue)
-    found = next(arrangements)
-    if (least := next(seconds, None)) is not None:
-        heapq.heappush(queue, (least, row, arrangements, seconds))
-    return found
+    _, row, arrangement, others = heapq.heappop(queue)
+    _push(queue, row, others)
+    return arrangement
 
 
-def _cut(problem: Problem, table: Table, row: int, limit: float) -> tuple[Iterator[float], Iterator[_Arrangement]]:
-    """Of every ordered partition of a combination that takes less than the limit the seconds without communication, and
-    the partition with its balanced cut; those of the fewest seconds first."""
+def _push(queue: list[_Waiting], row: int, others: Iterator[tuple[float, _Arrangement]]) -> None:
+    """Puts in the next of a combination's arrangements, if there is one."""
+    for seconds, arrangement in islice(others, 1):
+        heapq.heappush(queue, (seconds, row, arrangement, others))
+
+
+def _cut(problem: Problem, table: Table, row: int, limit: float) -> Iterator[tuple[float, _Arrangement]]:
+    """Every ordered partition of a combination that takes less than the limit, with its balanced cut, behind its seconds
+    without communication; those of the fewest seconds first."""
     combination, examples = table.combinations[row], table.examples[row]
     counts = tuple(table.counts[row, : len(examples)].tolist())
     allowed = [composition for composition in ordered_partitions(counts) if _is_allowed(problem, composition)]
     if not allowed:
-        return iter(()), iter(())
+        return
     stages = Stages(np.array([len(composition) for composition in allowed]))
     replicas = np.zeros((table.counts.shape[1], len(stages.of)), dtype=np.int64)
     replicas[: len(counts)] = np.concatenate(allowed).T
     cuts = cut_equally(problem, table, Arrangements(np.full(len(allowed), row), stages, replicas))
     ranked = np.argsort(cuts.seconds, kind="stable")
     ranked = ranked[cuts.seconds[ranked] < limit]
-    arrangements = (
-        _Arrangement(
-            problem, combination, examples, allowed[index],
-            tuple(cuts.layers[stages.first[index] : stages.last[index] + 1].tolist()),
-        )
-        for index in ranked.tolist()
-    )  # fmt: skip
-    return iter(cuts.seconds[ranked].tolist()), arrangements
+    for index in ranked.tolist():
+        layers = tuple(cuts.layers[stages.first[index] : stages.last[index] + 1].tolist())
+        yield float(cuts.seconds[index]), _Arrangement(problem, combination, examples, allowed[index], layers)
 
 
 def _downhill(of: _Arrangement, costs: Estimator) -> Iterator[Candidate]:
