@@ -74,7 +74,7 @@ class Collectives:
 
     def _reduce_beside(self, stage: StageNodes) -> None:
         """A chunk's gradients are summed from its last microbatch's backward on; the last bucket cannot start before
-        its end."""
+        its end. Under `layered` the layers of a stage share buckets."""
         stream = self.graph.add_actor()
         for chunk in stage.chunks:
             reduction = self.costs.state.reduction(stage.index, self._portion(stage, chunk))
@@ -82,6 +82,10 @@ class Collectives:
                 node = self._beside(stream, reduction.seconds, stage.completing(chunk))
                 tail = self._meet(stage.completing(chunk), reduction.tail_seconds)
                 self._wait(stage.reduces(chunk), node, tail)
+        whole = self.costs.state.reduction(stage.index)
+        if self.layout.plan.schedule == "layered" and whole.seconds:
+            last = stage.chunks[-1]
+            self._wait(stage.reduces(last), self._meet(stage.completing(last), whole.tail_seconds))
 
     def _collect_by_pass(self, stage: StageNodes, sharded: bool) -> None:
         """Weights brought once per chunk and pass while the pass before runs; where gradients are `sharded`, one

@@ -51,6 +51,19 @@ def test_a_steps_one_reduction_slows_the_backward_that_hides_it(zero: int) -> No
     assert found.tail_seconds == pytest.approx(tail + slowed)
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_layers_that_share_a_bucket_are_summed_behind_the_last_of_them(zero: int) -> None:
+    """Under `layered` each layer was summed beside the next one's backward, though the runtime's bucket was not full
+    yet: a rehearsal took 5.7 % longer than predicted."""
+    layered, flat = (costs_of(schedule, zero, "T4", batch=8) for schedule in ("layered", "1f1b"))
+    assert 4 * layered.state.most_parameters(0) < BUCKET_BYTES
+    sums = flat.state.reduction(0).seconds
+    assert step_times(layered.layout, layered).breakdown["dp"] >= sums
+    assert step_times(layered.layout, layered).breakdown["dp"] == pytest.approx(
+        step_times(flat.layout, flat).breakdown["dp"]
+    )
+
+
 def test_cpus_are_priced_as_they_were_measured() -> None:
     costs = costs_of("1f1b", 1, "CPU-core")
     assert costs.state.reduction(0).seconds == costs.state.ring_seconds(0, 4 * costs.state.most_parameters(0))
