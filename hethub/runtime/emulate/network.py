@@ -18,6 +18,8 @@ from typing import NamedTuple, Protocol
 
 from hethub.communicator.joining.rendezvous import Rendezvous
 
+_SPANS = 32  # that an interface keeps; ranks ask in advance for what one action sends, far less
+
 
 class Transfer(NamedTuple):
     """What a message or collective takes of the emulated network, in emulated seconds.
@@ -88,10 +90,14 @@ class EmulatedClock:
 
 
 class Fabric:
-    """Until when each interface of the emulated cluster is taken; one table for all ranks of this host."""
+    """When each interface of the emulated cluster is taken; one table for all ranks of this host.
+
+    A rank asks when it starts something, which may be well before its emulated device is there. So an interface keeps
+    its last spans, and who is earlier by emulated time goes into a gap before them.
+    """
 
     def __init__(self, meeting: Rendezvous, num_interfaces: int) -> None:
-        num_bytes = 8 * max(1, num_interfaces)
+        num_bytes = 16 * _SPANS * max(1, num_interfaces)
         if meeting.rank == 0:
             descriptor, path = tempfile.mkstemp(prefix="hethub-fabric-")
             os.ftruncate(descriptor, num_bytes)
@@ -101,27 +107,48 @@ class Fabric:
             descriptor = os.open(path, os.O_RDWR)
         self._descriptor, self._lock = descriptor, threading.Lock()
         self._memory = mmap.mmap(descriptor, num_bytes)
-        self._free_at = memoryview(self._memory).cast("d")
+        self._table = memoryview(self._memory).cast("d")  # by interface: starts, then stops
         if meeting.store.add("fabric-open", 1) == meeting.size:
             Path(path).unlink()
 
     def reserve(self, interfaces: Sequence[Sequence[int]], earliest: float, seconds: float) -> float:
-        """When the interfaces are taken for `seconds`: not before `earliest`, and after whoever has them.
-
-        Of each entry's alternatives the one that is free first is taken.
-        """
+        """When one interface of each entry is taken for `seconds`: not before `earliest`, in the first gap that all of
+        them have. Of each entry's alternatives the one with the first gap is taken."""
         with self._lock:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
             try:
-                taken = [min(choices, key=self._free_at.__getitem__) for choices in interfaces]
-                start = max([earliest, *(self._free_at[index] for index in taken)])
+                taken = [min(choices, key=lambda one: self._gap(one, earliest, seconds)) for choices in interfaces]
+                start, after = earliest, -1.0
+                while start != after:
+                    after = start
+                    for index in taken:
+                        start = self._gap(index, start, seconds)
                 for index in taken:
-                    self._free_at[index] = start + seconds
+                    self._take(index, start, start + seconds)
             finally:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
         return start
 
+    def _gap(self, interface: int, earliest: float, seconds: float) -> float:
+        """The first moment from `earliest` on at which an interface is free for `seconds`."""
+        starts, stops = self._spans(interface)
+        later = [(start, stop) for start, stop in zip(starts, stops, strict=True) if stop > earliest]
+        for start, stop in sorted(later):
+            if start < earliest + seconds and earliest < stop:
+                earliest = stop
+        return earliest
+
+    def _take(self, interface: int, start: float, stop: float) -> None:
+        """Writes a span in place of the one that is over first."""
+        starts, stops = self._spans(interface)
+        oldest = min(range(_SPANS), key=stops.__getitem__)
+        starts[oldest], stops[oldest] = start, stop
+
+    def _spans(self, interface: int) -> tuple[memoryview, memoryview]:
+        first = 2 * _SPANS * interface
+        return self._table[first : first + _SPANS], self._table[first + _SPANS : first + 2 * _SPANS]
+
     def close(self) -> None:
-        self._free_at.release()
+        self._table.release()
         self._memory.close()
         os.close(self._descriptor)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hethub.communicator import Rendezvous
 from hethub.kernels.device import choose_device
-from hethub.runtime.emulate.network import EmulatedClock, Transfer
+from hethub.runtime.emulate.network import EmulatedClock, Fabric, Transfer
 from hethub.runtime.emulate.world import connect_emulated
 from tests.support.ranks import start_ranks, values
 
@@ -107,6 +107,34 @@ def test_a_collective_starts_with_its_last_member_and_ends_for_all_at_once():
     ((one,), first), ((other,), second) = through("collectives")
     assert one == other >= 13.0
     assert first == second == [3.0] * 250
+
+
+@pytest.fixture
+def fabric():
+    meeting = Rendezvous(
+        store=dist.HashStore(), rank=0, size=1, local_rank=0, local_size=1, address="127.0.0.1", interface=None,
+        token="token", launcher="test",
+    )  # fmt: skip
+    opened = Fabric(meeting, 3)
+    yield opened
+    opened.close()
+
+
+def test_who_is_first_by_emulated_time_goes_first_whoever_asks_first(fabric):
+    """A rank asks when it starts an action, at whose end it sends: others' earlier messages waited behind that."""
+    assert fabric.reserve([(0,)], 10.0, 5.0) == 10.0
+    assert fabric.reserve([(0,)], 3.0, 2.0) == 3.0
+    assert fabric.reserve([(0,)], 4.0, 5.0) == 5.0
+    assert fabric.reserve([(0,)], 4.0, 0.5) == 15.0
+    assert fabric.reserve([(1,)], 16.0, 2.0) == 16.0
+    assert fabric.reserve([(0,), (1,)], 9.5, 2.0) == 18.0  # the first gap that both have
+    assert fabric.reserve([(0, 1, 2)], 10.0, 1.0) == 10.0  # the one that is free
+
+
+def test_an_interface_keeps_its_last_spans(fabric):
+    for number in range(100):
+        assert fabric.reserve([(0,)], number, 1.0) == number
+    assert fabric.reserve([(0,)], 70.5, 1.0) == 100.0
 
 
 def test_groups_that_were_destroyed_leave_nothing():
