@@ -15,8 +15,8 @@ from hethub.spec.layout.execution import Kind
 class Collectives:
     """Wires the REDUCE, STEP and GATHER actions of a task graph, and adds the streams they wait for.
 
-    `shown[n]` are the seconds of communication that an actor waiting for node n sees at most; `optimizer_seconds` what
-    each replica spends on its own steps.
+    `shown[n]` are the seconds of communication that an actor waiting for node n sees at most; `optimizer_seconds` and
+    `gather_seconds` what each replica spends on its own steps and on new weights.
     """
 
     def __init__(self, costs: PlanCosts | FoldedCosts, compute: Compute) -> None:
@@ -24,6 +24,7 @@ class Collectives:
         self.graph: TaskGraph = compute.graph
         self.shown: dict[int, float] = {}
         self.optimizer_seconds: dict[Place, float] = dict.fromkeys(compute.runs, 0.0)
+        self.gather_seconds = self.optimizer_seconds.copy()
         self.update_seconds: dict[int, float] = {}  # of each actor, from the norm to the end of its last update
         stages = compute.wiring.stages
         for stage in stages:
@@ -41,7 +42,7 @@ class Collectives:
 
     @property
     def steps_by_chunk(self) -> bool:
-        """Whether some replica steps before all its microbatches are through."""
+        """Whether the chunks of a stage are stepped apart."""
         return self.layout.plan.steps_chunk_by_chunk and self.layout.plan.num_chunks > 1
 
     def _portion(self, stage: StageNodes, chunk: int) -> Portion | None:
@@ -122,20 +123,38 @@ class Collectives:
 
     def _step_and_gather(self, stage: StageNodes) -> None:
         """Steps behind all compute wait for the norm of all stages' gradients; gathers wait for all owners."""
-        seconds, gathers = self.graph.seconds, stage.updates[Kind.GATHER]
-        for chunk, steps in stage.updates[Kind.STEP].items():
+        for chunk in stage.updates[Kind.STEP]:
             portion = self._portion(stage, chunk) if self.steps_by_chunk else None
-            for place, run in stage.runs.items():
-                own, node = self.costs.optimizer(*place, portion), run.nodes[run.order.updates[Kind.STEP, chunk]]
-                self.optimizer_seconds[place] += own
-                seconds[node] = max(seconds[node], own)
-            if not self.steps_by_chunk:
-                self._wait(steps, self.norm)
             gather = self.costs.state.reduction(stage.index, portion).gather_seconds
-            if gather:  # else nobody steps for others
-                self._wait(gathers[chunk], self._meet(steps))
-                for node in gathers[chunk]:
-                    seconds[node] = gather
-            slowest = max(seconds[node] for node in steps)
-            for run, node in zip(stage.apart, steps, strict=True):
-                self.update_seconds[run.actor] = slowest + gather if gather else seconds[node]
+            own: dict[int, float] = {}  # by actor
+            for place, run in stage.runs.items():
+                seconds = self.costs.optimizer(*place, portion)
+                own[run.actor] = max(own.get(run.actor, 0.0), seconds)
+                self.optimizer_seconds[place] += seconds
+                self.gather_seconds[place] += gather
+            if self.steps_by_chunk:
+                self._catch_up(stage, chunk, own, gather)
+            else:
+                self._update(stage, chunk, own, gather)
+
+    def _catch_up(self, stage: StageNodes, chunk: int, own: dict[int, float], gather: float) -> None:
+        """A chunk whose gradients are complete is not stepped before the norm of all is known, by which they are
+        clipped: the first chunk is when the next step begins, the others while the one before them begins its forward."""
+        for position, run in enumerate(stage.apart):
+            seconds = max(own.values()) + gather if gather else own[run.actor]
+            if chunk:
+                self.graph.seconds[stage.first[Kind.FORWARD, chunk - 1][position]] += seconds
+            else:
+                self.update_seconds[run.actor] = seconds
+
+    def _update(self, stage: StageNodes, chunk: int, own: dict[int, float], gather: float) -> None:
+        seconds, steps = self.graph.seconds, stage.updates[Kind.STEP][chunk]
+        for run, node in zip(stage.apart, steps, strict=True):
+            seconds[node] = own[run.actor]
+            self.update_seconds[run.actor] = max(own.values()) + gather if gather else own[run.actor]
+        self._wait(steps, self.norm)
+        if gather:  # else nobody steps for others
+            gathers = stage.updates[Kind.GATHER][chunk]
+            self._wait(gathers, self._meet(steps))
+            for node in gathers:
+                seconds[node] = gather

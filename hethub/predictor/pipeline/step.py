@@ -22,7 +22,7 @@ from hethub.predictor.pipeline.task_graph import Compute
 from hethub.predictor.pipeline.traffic.routes import Group
 from hethub.predictor.pipeline.wiring import Place, Wiring, Wirings
 from hethub.spec.layout.bind import Layout
-from hethub.spec.layout.execution import COLLECTIVE, Action, Kind, schedule
+from hethub.spec.layout.execution import COLLECTIVE, Action, schedule
 
 
 class Timed(NamedTuple):
@@ -120,15 +120,15 @@ def _replayed_times(wiring: Wiring, costs: PlanCosts | FoldedCosts, full: bool) 
     """Every action of every replica, in the order that the executor runs them."""
     compute = Compute(wiring, costs)
     collectives = Collectives(costs, compute)
-    begins = {} if collectives.steps_by_chunk else _begins(collectives.update_seconds)
+    updates = collectives.update_seconds
+    begins = updates if collectives.steps_by_chunk else _begins(updates)
     graph, ends = compute.graph, replay(compute.graph, begins)
     over = [ends[graph.orders[run.actor][-1]] for run in compute.runs.values()]
     seconds = max(over) if collectives.steps_by_chunk else min(over)
     bottleneck = max(compute.spent, key=lambda place: compute.spent[place].total)
     parts = compute.spent[bottleneck]._asdict() | {"pp": 0.0, "optimizer": collectives.optimizer_seconds[bottleneck]}
     run = compute.runs[bottleneck]
-    gathers = [run.nodes[position] for (kind, _), position in run.order.updates.items() if kind is Kind.GATHER]
-    parts["dp"] += sum(graph.seconds[node] for node in gathers)
+    parts["dp"] += collectives.gather_seconds[bottleneck]
     for _, idle, source, under_way in idle_times(graph, ends, run.actor, begins.get(run.actor, 0.0)):
         if source in collectives.shown:
             parts["dp"] += min(idle, collectives.shown[source])

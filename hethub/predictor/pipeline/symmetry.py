@@ -122,8 +122,11 @@ def extent(layout: Layout, costs: PlanCosts) -> Extent:
     """How much of alike chains must be replayed to know the rest.
 
     Critical cycles through k stages repeat within k microbatches, interleaved groups are as large as the pipeline; only
-    waits that take longer to settle than the warm-up are approximated.
+    waits that take longer to settle than the warm-up are approximated. Chunks stepped apart begin behind their updates, and
+    stages of nearly one pace need any number of microbatches to make up for that: all are replayed.
     """
+    if layout.plan.steps_chunk_by_chunk:
+        return Extent(None, 0, 0)
     replicas = costs.chains
     counts = {-(-layout.replica(0, r).samples // layout.replica(0, r).micro_batch) for r in replicas}
     stages, num_microbatches = layout.num_stages, max(counts)

@@ -144,7 +144,7 @@ class Fabric:
         oldest = min(range(_SPANS), key=stops.__getitem__)
         starts[oldest], stops[oldest] = start, stop
 
-    def _spans(self, interface: int) -> tuple[memoryview[float], memoryview[float]]:
+    def _spans(self, interface: int) -> "tuple[memoryview[float], memoryview[float]]":
         first = 2 * _SPANS * interface
         return self._table[first : first + _SPANS], self._table[first + _SPANS : first + 2 * _SPANS]
 

@@ -28,8 +28,10 @@ class Itinerary:
         self._through: list[tuple[Kind, int]] = []  # visits that are over, in a pass with layers yet to be entered
 
     def start_step(self) -> None:
+        """Announces the first visit: its weights are updated and fetched while the rank waits for its first message."""
         assert not self._under_way
         self._position = 0
+        self._announce()
 
     def enter(self, kind: Kind, layer: int) -> None:
         """Makes a layer usable for one microbatch."""
