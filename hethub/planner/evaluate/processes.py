@@ -105,4 +105,6 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            gc.freeze()  # and back: all that is alive counts as old, and is not looked through at the next allocation
+            gc.unfreeze()
             gc.enable()

@@ -1,9 +1,11 @@
 """How a step is executed beside its plan: what published measurements vary and hethub's own runtime fixes."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from hethub.spec.accelerator import Precision
+from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
 
 # What matrix units compute in; those narrower than bf16 and tf32 appear in published tables, hethub's runtime has the spec's precisions.
 MathPrecision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
@@ -59,6 +61,12 @@ class Software:
     def math_precision(self, precision: Precision) -> MathPrecision:
         """What matrix products run in for a plan of this precision."""
         return self.math or precision
+
+    def loss_sums(self, tokens: float) -> tuple[int, tuple[float, float]]:
+        """What ranks that share a vocabulary tell each other of their logits in fp32: how often, and the bytes of each
+        token's largest one and of its two sums."""
+        times = math.ceil(tokens / LOSS_CHUNK_TOKENS) if self.chunked_loss else 1
+        return times, (4 * tokens / times, 8 * tokens / times)
 
 
 HETHUB = Software()

@@ -226,13 +226,15 @@ class PlanCosts:
         self, stage: int, spec: ReplicaSpec, unlike: Sequence[tuple[float, int]], samples: int, portion: Portion
     ) -> tuple[float, float]:
         """Two all-reduces per layer and pass, two more where the forward runs again; embedding and head add one each to
-        the forward: the gradient of what enters the head is summed with the loss, that of the embedding by nobody."""
+        the forward: the gradient of what enters the head is summed with the loss, that of the embedding by nobody. The loss
+        needs each token's largest logit, and then two sums."""
         tp = self.state.tensor_parallel(spec)
         if tp == 1:
             return 0.0, 0.0
         stage_spec = self.layout.stages[stage]
         group = self.network.group(spec.ranks[:tp])
-        once = self.network.all_reduce(group, self._activation_bytes(samples), self.network.sharing(group))
+        sharing = self.network.sharing(group)
+        once = self.network.all_reduce(group, self._activation_bytes(samples), sharing)
         if self.software.overlapped_tensor_parallel and self.software.sequence_parallel:
             once *= self.network.fit["tensor_parallel_shown"]
         layers, ends = portion.layers, portion.first + portion.last
@@ -245,7 +247,9 @@ class PlanCosts:
             own - slowest + self._sums_of_backward(stage, rank, tp, share, samples, once)
             for own, (share, rank) in zip(alone, unlike, strict=True)
         )
-        return (2 * layers + ends) * once, layers * backward + again
+        times, sizes = self.software.loss_sums(samples * self.plan.seq_len / self.software.context_parallel)
+        loss = portion.last * times * sum(self.network.all_reduce(group, each, sharing) for each in sizes)
+        return (2 * layers + ends) * once + loss, layers * backward + again
 
     def _sums_of_backward(self, stage: int, rank: int, tp: int, share: float, samples: int, once: float) -> float:
         """What a layer's two sums add to its backward on a rank. They run beside the gradients of the weights before

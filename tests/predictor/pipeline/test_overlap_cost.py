@@ -6,6 +6,7 @@ from hethub.predictor import predict
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.pipeline.overlap import beside_forward, exposed
 from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
 from hethub.predictor.pipeline.step import step_times
 from hethub.spec.layout.bind import Layout
@@ -111,8 +112,15 @@ def test_cores_that_sum_and_copy_themselves_compute_nothing_beside() -> None:
     assert step_times(costs.layout, costs, full=True).seconds == pytest.approx(in_a_row)
 
 
-def test_rehearsals_slow_nothing() -> None:
-    costs = costs_of("layered", 3)
+@pytest.mark.parametrize("schedule", ["layered", "1f1b"])
+def test_rehearsals_slow_nothing(schedule: str) -> None:
+    """In rounds too: one was predicted 4 % too long."""
+    costs = costs_of(schedule, 3)
     layout = Layout(costs.plan, LLAMA_8B, costs.layout.cluster.replace(emulated=True))
     rehearsed = PlanCosts(layout, HETHUB, packaged())
-    assert rehearsed.microbatch(0, 0, 1, rehearsed.state.portions[0][1]).forward.dp == 0.0
+    portion = rehearsed.state.portions[0][1 if schedule == "layered" else 0]
+    found = rehearsed.microbatch(0, 0, 1, portion).forward
+    beside = beside_forward(rehearsed.state.gather_seconds(0, portion))
+    shown = 0.0 if schedule == "layered" else exposed(found.compute, beside)
+    assert found.dp == pytest.approx(shown)
+    assert costs.microbatch(0, 0, 1, portion).forward.dp > shown

@@ -111,6 +111,33 @@ def check_timeline(layout: Layout, prediction) -> None:
     assert max(span.stop_seconds for span in reduces) >= max(backwards) - 1e-12
 
 
+def test_chunks_stepped_apart_wait_for_the_norm_that_clips_them() -> None:
+    """They were priced as stepped behind their own backward, hidden by others'; with gradients clipped, or in fp16, the
+    runtime steps them at the start of the next step, and one before each other chunk's forward."""
+    on = cluster(("A100-SXM4-80GB", 1, 2))
+    stages = [
+        {"layers": [[s, s + 1], [s + 2, s + 3]], "replicas": [{"ranks": [s], "micro_batch": 1, "samples": 4}]}
+        for s in range(2)
+    ]
+    plan = {"model": "tiny", "cluster": "test", "global_batch": 4, "seq_len": 128, "precision": "bf16"}
+    layout = bind(PlanSpec.model_validate({**plan, "schedule": "ministages", "stages": stages}), TINY, on)
+    costs = PlanCosts(layout, HETHUB, packaged())
+    found = step_times(layout, costs, full=True).timed
+    assert found is not None
+    for stage in range(2):
+        rows = {(row.action.kind, row.action.chunk, row.action.microbatch): row for row in found[stage, 0]}
+        updates = [costs.optimizer(stage, 0, portion) for portion in costs.state.portions[stage]]
+        first, second = (
+            next(row for (kind, at, _), row in rows.items() if kind is Kind.FORWARD and at == chunk) for chunk in (0, 1)
+        )
+        alone = costs.microbatch(stage, 0, 1, costs.state.portions[stage][0]).forward.total
+        assert first.start_seconds >= updates[0] - 1e-12
+        assert first.stop_seconds - first.start_seconds == pytest.approx(updates[1] + alone)
+        assert second.start_seconds > first.stop_seconds
+        steps = [row for (kind, _, _), row in rows.items() if kind is Kind.STEP]
+        assert [row.stop_seconds - row.start_seconds for row in steps] == pytest.approx([0.0, 0.0])
+
+
 ALIKE = [
     ("1f1b", 2, 1, 2, 60), ("1f1b", 1, 1, 3, 30), ("ministages", 2, 2, 2, 24), ("ministages", 4, 1, 1, 40),
     ("interleaved", 2, 2, 1, 48), ("zero_bubble", 4, 1, 2, 72), ("layered", 1, 1, 3, 60), ("interleaved", 2, 2, 1, 47),
