@@ -1,9 +1,11 @@
 """Candidates: plans as the search moves them about. Equal accelerators are counted, not named: `materialize` names
 them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from hethub.planner.problem.problem import Combination, Problem, Unit
@@ -151,17 +153,14 @@ class Candidate:
 
 
 def to_candidate(
-    problem: Problem, stages: Sequence[tuple[int, int]], units: Sequence[Unit], combination: Combination
+    problem: Problem, stages: Iterable[tuple[int, int]], units: Sequence[Unit], combination: Combination
 ) -> Candidate:
     """Stages of (layers, number of units) as a candidate: units in line order, micro-batches by device type."""
-    formed, position = [], 0
+    formed, line = [], iter(units)
     for layers, size in stages:
-        own = units[position : position + size]
-        position += size
-        groups = merged(
-            [ReplicaGroup(unit.device_type, unit.tp, combination.micro_batches[unit.device_type], 1) for unit in own]
-        )
-        formed.append(CandidateStage(layers, groups, combination.recompute, problem.usual_zero))
+        sorts = Counter((unit.device_type, unit.tp) for unit in islice(line, size))
+        groups = [ReplicaGroup(k, tp, combination.micro_batches[k], number) for (k, tp), number in sorts.items()]
+        formed.append(CandidateStage(layers, merged(groups), combination.recompute, problem.usual_zero))
     return Candidate(tuple(formed))
 
 

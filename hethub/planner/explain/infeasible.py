@@ -7,7 +7,8 @@ from typing import NamedTuple
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
-from hethub.planner.generate import cuts, modes
+from hethub.planner.generate import modes
+from hethub.planner.generate.cuts import best_cuts
 from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.auto import thriftiest
@@ -91,8 +92,8 @@ def _fits(change: Change) -> bool:
     problem, costs = change.problem, Estimator(change.problem)
     incumbent = Incumbent(Evaluator(problem, costs))
     few = thriftiest(problem, tabulate(problem, costs.unit_costs))
-    found = cuts.propose(problem, costs, table=few, number=TRIED)
-    for candidate in sorted(modes.propose(problem, costs, list(found)), key=costs.seconds)[:TRIED]:
+    found = modes.propose(problem, costs, best_cuts(problem, few, TRIED).cuts)
+    for candidate in sorted(found, key=costs.seconds)[:TRIED]:
         incumbent.consider(candidate)
         if incumbent.fitting:
             return True

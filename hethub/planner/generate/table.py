@@ -20,30 +20,6 @@ from hethub.spec.plan import Recompute
 MOST_DEGREES = 1024  # choices of a TP degree for every device type
 
 
-@dataclass(frozen=True)
-class Line:
-    """How units line up into stages of `replicas` each: device type after device type in `order`, or side by side, where every stage
-    holds the same mixture of device types."""
-
-    order: tuple[int, ...]
-    replicas: int
-    side_by_side: bool = False
-
-    def units(self, problem: Problem, degrees: tuple[int, ...]) -> tuple[Unit, ...]:
-        """The units from the first stage to the last."""
-        own = [problem.units(device_type, degrees[device_type]) for device_type in self.order]
-        if not self.side_by_side:
-            return tuple(unit for units in own for unit in units)
-        stages = sum(map(len, own)) // self.replicas
-        runs = [len(units) // stages for units in own]
-        return tuple(
-            unit
-            for s in range(stages)
-            for units, run in zip(own, runs, strict=True)
-            for unit in units[s * run : (s + 1) * run]
-        )
-
-
 def orders(problem: Problem, used: Collection[int]) -> list[tuple[int, ...]]:
     """Orders of the device types used along the pipeline: by speed and by memory, both ways."""
     device_types = sorted(used)

@@ -10,7 +10,7 @@ from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate
 from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.generate import device_type_stages, modes, small
-from hethub.planner.generate.cuts import Best, Entry, best_cuts
+from hethub.planner.generate.cuts import Best, best_cuts
 from hethub.planner.generate.families import FAMILIES, Family
 from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Problem
@@ -39,7 +39,7 @@ def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation
     look(problem, incumbent, effort, table, best)
     if not incumbent.fitting:
         few = best_cuts(problem, thriftiest(problem, table), FEW_CUTS).cuts
-        evaluate_all(incumbent, modes.thriftiest(problem, [entry.candidate(problem) for entry in few]))
+        evaluate_all(incumbent, modes.thriftiest(problem, few))
         climb_leaders(incumbent, effort)
     for used in fewer_device_types(incumbent):
         fewer = _table(problem, incumbent, used)
@@ -92,8 +92,7 @@ def add_whole_plans(problem: Problem, incumbent: Incumbent) -> Evaluation | None
 
 def _families_candidates(problem: Problem, incumbent: Incumbent, best: Best) -> dict[str, list[Candidate]]:
     """Every family's candidates, first those of the families whose candidates are the pure ones of the cuts made."""
-    pure = [entry.candidate(problem) for entry in best.pure]
-    cut = {name: pure for name, family in FAMILIES.items() if family.are_pure_cuts}
+    cut = {name: best.pure for name, family in FAMILIES.items() if family.are_pure_cuts}
     others = {name: family for name, family in FAMILIES.items() if not family.are_pure_cuts}
     return cut | {name: list(family.propose(problem, incumbent.costs)) for name, family in others.items()}
 
@@ -178,7 +177,7 @@ def in_modes(
     mode that they may take."""
     costs, allowed = incumbent.costs, {*problem.schedules}
     larger = best_cuts(problem, replace(table, memory_counts=False), effort.cuts, by_depth=True).cuts
-    every = [*found, *(entry.candidate(problem) for entry in larger)]
+    every = [*found, *larger]
     costs.estimate(every)
     cuts = {candidate.shape: candidate for candidate in sorted(every, key=costs.seconds, reverse=True)}
     known = [own for own in found if costs.likely_fits(own) and (own.schedule or problem.schedule) in allowed]
@@ -199,12 +198,12 @@ def thriftiest(problem: Problem, table: Table) -> Table:
 
 
 def promising(
-    problem: Problem, incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence[Entry]
+    problem: Problem, incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence[Candidate]
 ) -> list[Candidate]:
     """The candidates with the smallest estimates, best first: equal cuts of all lines, and of a handful of accelerators
     every arrangement that can win."""
     costs, found = incumbent.costs, dict[Candidate, float]()
-    _add_with_slacks(found, problem, incumbent, [entry.candidate(problem) for entry in cuts], effort.finalists)
+    _add_with_slacks(found, problem, incumbent, cuts, effort.finalists)
     best = min(found.values(), default=float("inf"))
     cut = small.propose(problem, costs, table=table, limit_seconds=best)
     found.update((candidate, costs.seconds(candidate)) for candidate in incumbent.while_in_time(cut))
