@@ -81,9 +81,8 @@ class Points(NamedTuple):
         return [Point(branch, tuple(options[: len(branch.shape)])) for branch, options in chosen]
 
 
-def promising_floors(limit: float, branches: Sequence[Branch], most: int, above: float = 0.0) -> Points:
-    """The points of floors whose bound is below the limit and not below `above`, by their bounds; the smallest `most`
-    of them."""
+def promising(limit: float, branches: Sequence[Branch], most: int, above: float = 0.0) -> Points:
+    """The points whose bound is below the limit and not below `above`, by their bounds; the smallest `most` of them."""
     width = max((len(branch.shape) for branch in branches), default=0)
     none = Points(branches, np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros((0, width), dtype=np.int64))
     found, new, count = none, [none], 0
@@ -94,19 +93,13 @@ def promising_floors(limit: float, branches: Sequence[Branch], most: int, above:
             new.append(Points(branches, bounds, np.full(len(bounds), index), padded))
             count += len(bounds)
         if count > AT_ONCE or index == len(branches) - 1:
-            chained = _joined([_chained(*alike, limit)[0] for alike in _alike(_joined(new))] or [none])
+            chained = _joined([none, *(_chained(*alike, limit) for alike in _alike(_joined(new)))])
             found = _joined([found, chained.at(chained.bounds >= above)])
             found = found.at(np.argsort(found.bounds, kind="stable")[:most])
             new, count = [none], 0
             if len(found.bounds) == most:
                 limit = float(found.bounds[-1])
     return found
-
-
-def refined(points: Points, limit: float) -> Points:
-    """What points of floors stand for, by their bounds, where these are below the limit."""
-    every = _joined([points.at(slice(0)), *(_refined(*alike, limit) for alike in _alike(points))])
-    return every.at(np.argsort(every.bounds, kind="stable"))
 
 
 def _joined(parts: Sequence[Points]) -> Points:
@@ -130,21 +123,10 @@ def _alike(points: Points) -> Iterator[tuple[Points, np.ndarray, Chains]]:
         yield points.at(rows), np.cumsum(sort_of == sort)[number_of[rows]] - 1, chains
 
 
-def _chained(points: Points, numbers: np.ndarray, chains: Chains, limit: float) -> tuple[Points, np.ndarray]:
+def _chained(points: Points, numbers: np.ndarray, chains: Chains, limit: float) -> Points:
     """Those whose chains are below the limit, with these bounds."""
     bounds = np.maximum(points.bounds, chains.bounds(numbers, points.options))
-    rows = np.nonzero(bounds < limit)[0]
-    return points._replace(bounds=bounds).at(rows), numbers[rows]
-
-
-def _refined(points: Points, numbers: np.ndarray, chains: Chains, limit: float) -> Points:
-    """The points with the modes in place of their floors, one stage after the other."""
-    for stage, own in enumerate(chains.stages):
-        rows, options = own.members(numbers, points.options[:, stage])
-        points = points.at(rows)
-        points.options[:, stage] = options
-        points, numbers = _chained(points, numbers[rows], chains, limit)
-    return points
+    return points._replace(bounds=bounds).at(bounds < limit)
 
 
 def branches_below(limit: float, costs: StageCosts, shape: Shape) -> list[tuple[float, Branch]]:

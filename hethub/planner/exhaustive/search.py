@@ -18,7 +18,7 @@ import numpy as np
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
 from hethub.planner.candidate.materialize import materialize
 from hethub.planner.evaluate.incumbent import Incumbent
-from hethub.planner.exhaustive.points import Branch, Point, Points, branches_below, promising_floors, refined
+from hethub.planner.exhaustive.points import Branch, Point, Points, branches_below, promising
 from hethub.planner.exhaustive.replay import Node, StageSeconds, ends_of, nodes_of
 from hethub.planner.exhaustive.shapes import excess, schedules_of, shapes_of
 from hethub.planner.exhaustive.stages import StageCosts
@@ -26,8 +26,8 @@ from hethub.planner.problem.problem import Problem
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
 
-AT_ONCE = 512  # floors' points whose modes are timed before the best of them are evaluated
-WINDOW = 131_072  # floors' points listed at once, by their bounds
+AT_ONCE = 512  # points timed before the best of them are evaluated
+WINDOW = 131_072  # points listed at once, by their bounds
 MOST_TIMED = 65_536
 FEW, GROWTH = 32, 4  # branches looked at first, and how many times as many each time after
 MOST_EVALUATED = 1000  # where memory holds few of them
@@ -107,7 +107,7 @@ class _Sweep:
             if self.is_over:
                 self.leave(least)
                 return
-            found = promising_floors(self.incumbent.best_seconds, branches, WINDOW, above)
+            found = promising(self.incumbent.best_seconds, branches, WINDOW, above)
             self._time(found)
             if len(found.bounds) < WINDOW:
                 return
@@ -117,16 +117,16 @@ class _Sweep:
             above = least = float(found.bounds[-1])
 
     def _time(self, found: Points) -> None:
-        """Times what points of floors stand for, in order of their bounds."""
+        """Times points in order of their bounds."""
         for first in range(0, len(found.bounds), AT_ONCE):
             if found.bounds[first] >= self.incumbent.best_seconds:
                 return
             if self.is_over:
                 self.leave(float(found.bounds[first]))
                 return
-            some = refined(found.at(slice(first, first + AT_ONCE)), self.incumbent.best_seconds)
-            self.left -= len(some.bounds)
-            timed = _timed(self.incumbent.problem, some.points(), self.orders)
+            some = found.at(slice(first, first + AT_ONCE)).points()
+            self.left -= len(some)
+            timed = _timed(self.incumbent.problem, some, self.orders)
             self.evaluate_timed(timed)
             self.near = heapq.nsmallest(DEEPENED, [*self.near, *timed], key=itemgetter(0))
 

@@ -161,11 +161,9 @@ class StageBounds(NamedTuple):
 
 
 class StageOptions(NamedTuple):
-    """All options of a stage [mode x microbatching]. The first of the modes are floors, which stand for those behind
-    them and are nowhere above; bounded are those of the floors, the first."""
+    """All options of a stage [mode x microbatching], with their bounds."""
 
     modes: tuple[Mode, ...]
-    members: tuple[tuple[int, ...], ...]  # by floor, the modes that it stands for
     microbatchings: Microbatchings
     bounds: StageBounds
     least: StageBounds  # what none of the bounds is below
@@ -174,25 +172,11 @@ class StageOptions(NamedTuple):
         return self.modes[option // len(self.microbatchings)]
 
 
-def floor_of(modes: Sequence[Mode]) -> Mode:
-    """A mode that is nowhere above these. They share the order of their actions, so no plan is shorter than with it in
-    their place."""
-    return modes[0]._replace(
-        seconds=np.minimum.reduce([mode.seconds for mode in modes]),
-        reduction=Reduction(*(min(own) for own in zip(*(mode.reduction for mode in modes), strict=True))),
-        updates=np.minimum.reduce([mode.updates for mode in modes]),
-    )
-
-
 def options_of(modes: Sequence[Mode], ways: Microbatchings) -> StageOptions:
     """The options of a stage from what it costs in every mode."""
-    sorts = [[index for index, mode in enumerate(modes) if (mode.zero >= 2) == rounds] for rounds in (False, True)]
-    members = [own for own in sorts if own]
-    floors = [floor_of([modes[index] for index in own]) for own in members]
-    behind = tuple(tuple(len(floors) + index for index in own) for own in members)
-    found = zip(*(bounds_of(floor, ways) for floor in floors), strict=True)
+    found = zip(*(bounds_of(mode, ways) for mode in modes), strict=True)
     bounds = StageBounds(*(np.concatenate(part) for part in found))
-    return StageOptions((*floors, *modes), behind, ways, bounds, bounds.least)
+    return StageOptions(tuple(modes), ways, bounds, bounds.least)
 
 
 def bounds_of(mode: Mode, ways: Microbatchings) -> StageBounds:
