@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hethub.planner.candidate.materialize import Replica, StageChoice, plan_of
 from hethub.planner.exhaustive.chains import Chains
-from hethub.planner.exhaustive.stages import Mode, Shape, StageBounds, StageChoice, StageCosts, StageOptions, plan_of
+from hethub.planner.exhaustive.stages import Mode, Shape, StageBounds, StageCosts, StageOptions
 from hethub.spec.plan import PlanSpec
 
 AT_ONCE = 131_072  # points whose chains are bounded at once
@@ -56,12 +57,13 @@ class Point(NamedTuple):
     def plan(self) -> PlanSpec:
         costs = self.branch.costs
         choices: list[StageChoice] = []
-        held = self.held or [None] * len(self.options)
-        for stage, option, mode, most in zip(self.branch.stages, self.options, self.modes, held, strict=True):
+        default = [(None,) * len(units) for units in self.branch.shape]
+        every = zip(self.branch.shape, self.branch.stages, self.options, self.modes, self.held or default, strict=True)
+        for units, stage, option, mode, held in every:
             way = option % len(stage.microbatchings)
-            samples, sizes = stage.microbatchings.samples[way], stage.microbatchings.sizes[way]
-            choices.append(StageChoice(samples, sizes, mode.recompute, mode.zero, most))
-        return plan_of(costs.problem, costs.schedule, self.branch.shape, self.branch.layers, choices)
+            samples, sizes = (own[way].tolist() for own in stage.microbatchings[:2])
+            choices.append(StageChoice(list(map(Replica, units, sizes, samples, held)), mode.zero, mode.recompute))
+        return plan_of(costs.problem, costs.schedule, self.branch.layers, choices)
 
 
 class Points(NamedTuple):

@@ -2,13 +2,14 @@
 every mode."""
 
 from collections.abc import Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 
 from hethub.planner.candidate.candidate import CandidateStage, Pattern, ReplicaGroup, merged
+from hethub.planner.candidate.materialize import Replica, StageChoice, plan_of
 from hethub.planner.candidate.samples import largest_able
 from hethub.planner.estimate.memory_model import position
 from hethub.planner.estimate.stage_times import NEARLY, StageTimes
@@ -18,7 +19,7 @@ from hethub.predictor.cost.constants import packaged
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.state_costs import Reduction
 from hethub.spec.layout.bind import Layout
-from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
+from hethub.spec.plan import Recompute, ScheduleName
 from hethub.spec.schedule.microbatches import deal_sizes
 
 Units = tuple[Unit, ...]  # the replicas of a stage
@@ -290,45 +291,10 @@ class StageCosts:
 
     def _costs(self, shape: Shape, layers: Sequence[int], zero: int, recompute: Recompute) -> PlanCosts:
         """The predictor's costs of any plan with these stages; what is read of them depends on no microbatch."""
-        total, options = self.problem.batch.global_batch, []
+        problem, choices = self.problem, []
         for units in shape:
-            able = levels(self.problem, units)
-            samples = (total - len(units) + 1, *(1,) * (len(units) - 1))
-            options.append(StageChoice(samples, (1,) * len(units), recompute, zero if zero in able else able[0]))
-        layout = Layout(
-            plan_of(self.problem, self.schedule, shape, layers, options), self.problem.model, self.problem.cluster
-        )
+            able, rest = levels(problem, units), problem.batch.global_batch - len(units) + 1
+            replicas = [Replica(unit, 1, 1 if index else rest) for index, unit in enumerate(units)]
+            choices.append(StageChoice(replicas, zero if zero in able else able[0], recompute))
+        layout = Layout(plan_of(problem, self.schedule, layers, choices), problem.model, problem.cluster)
         return PlanCosts(layout, self.problem.software, packaged(), self.problem.profile)
-
-
-class StageChoice(NamedTuple):
-    """What a plan says of a stage beside its layers and ranks; microbatches held None for the default."""
-
-    samples: Sequence[int]
-    sizes: Sequence[int]
-    recompute: Recompute
-    zero: int
-    held: Sequence[int] | None = None
-
-
-def plan_of(
-    problem: Problem, schedule: ScheduleName, shape: Shape, layers: Sequence[int], choices: Sequence[StageChoice]
-) -> PlanSpec:
-    """The plan of one choice per stage."""
-    start, stages = 0, []
-    for units, x, own in zip(shape, layers, choices, strict=True):
-        held: Sequence[int | None] = own.held or [None] * len(units)
-        replicas = tuple(
-            _replica(unit.ranks, int(size), int(count), most)
-            for unit, count, size, most in zip(units, own.samples, own.sizes, held, strict=True)
-        )
-        stages.append(
-            StageSpec(layers=((start, start + x),), replicas=replicas, zero=own.zero, recompute=own.recompute)
-        )
-        start += x
-    return problem.plan(schedule, stages)
-
-
-@lru_cache(maxsize=4096)
-def _replica(ranks: tuple[int, ...], size: int, count: int, most: int | None) -> ReplicaSpec:
-    return ReplicaSpec(ranks=ranks, micro_batch=size, samples=count, in_flight=most)

@@ -13,20 +13,14 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
+from hethub.planner.candidate.materialize import Replica, StageChoice
 from hethub.planner.candidate.samples import largest_able
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import ONLY
 from hethub.planner.estimate.memory_probes import probe_for
 from hethub.planner.generate.families.uniform import allowed, units_in_order
-from hethub.planner.generate.families.whole import (
-    Replica,
-    WholeStage,
-    candidate_of,
-    held_alone,
-    meeting_seconds,
-    shared_bytes,
-)
+from hethub.planner.generate.families.whole import candidate_of, held_alone, meeting_seconds, shared_bytes
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
@@ -64,7 +58,7 @@ def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = 
     for index, (steps, recompute, zero) in enumerate(nsmallest(EVALUATED, found)):
         replicas = _replicas(problem, steps)
         if replicas is not None:
-            stage = WholeStage(replicas, zero, recompute)
+            stage = StageChoice(replicas, zero, recompute)
             yield candidate_of(problem, f"poplar zero {zero} {recompute} {index}", "1f1b", stage)
 
 
@@ -173,7 +167,7 @@ def _largest_fitting(problem: Problem, recompute: Recompute, zero: int) -> list[
     def alone(like: int, batch: int) -> float:
         # Twice: a microbatch's last reduction goes on beside the next one.
         replica = Replica(Unit(like, (0,)), batch, 2 * batch)
-        return held_alone(problem, "1f1b", WholeStage([replica], zero, recompute))[0].alone
+        return held_alone(problem, "1f1b", StageChoice([replica], zero, recompute))[0].alone
 
     def fits(device_type: int, batch: int) -> bool:
         like = probes.index(probes[device_type])  # memory tells no more apart
