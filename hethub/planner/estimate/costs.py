@@ -11,12 +11,11 @@ import numpy as np
 from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
 from hethub.planner.candidate.samples import Worker
 from hethub.planner.estimate.memory_model import Coefficients, Mode, memory_model_of
-from hethub.planner.problem.problem import DeviceType, Problem
-from hethub.predictor.cost.cache import memoized
+from hethub.planner.problem.problem import Problem
+from hethub.predictor.cost.cache import layer_cost_of, memoized
 from hethub.predictor.cost.constants import is_cpu, packaged
-from hethub.predictor.cost.layer import LayerCost, PassSeconds
+from hethub.predictor.cost.layer import PassSeconds
 from hethub.predictor.cost.links import Network
-from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.predictor.cost.software import HETHUB, element_bytes, gradient_bytes
 from hethub.predictor.memory.parameters import RankParameters, rank_widths
 from hethub.predictor.memory.surroundings import communicator_bytes
@@ -40,13 +39,6 @@ class Rate(NamedTuple):
         return PassSeconds(forward, backward)
 
 
-def _layer_cost(problem: Problem, device_type: DeviceType) -> LayerCost:
-    """A device type's layer costs, measured where there is a profile of it."""
-    args = (problem.model, device_type.accelerator, problem.batch.seq_len, problem.batch.precision, problem.software)
-    measured = problem.profile and problem.profile.device(device_type.accelerator.name, problem.batch.precision)
-    return ProfiledLayerCost(*args).use(measured) if measured else LayerCost(*args)
-
-
 class UnitCosts:
     """Rates by device type, TP degree, micro-batch and recompute."""
 
@@ -56,7 +48,11 @@ class UnitCosts:
         self.width = element_bytes(HETHUB.math_precision(problem.batch.precision))
         self.memory = memory_model_of(problem)
         self._on_cpu = [is_cpu(device_type.accelerator) for device_type in problem.device_types]
-        self.layer_costs = [_layer_cost(problem, device_type) for device_type in problem.device_types]
+        batch, figures = problem.batch, (problem.software, problem.profile, packaged())
+        self.layer_costs = [
+            layer_cost_of(problem.model, device_type.accelerator, batch.seq_len, batch.precision, *figures)
+            for device_type in problem.device_types
+        ]
 
     @property
     def gradient_width(self) -> int:

@@ -24,15 +24,17 @@ SLOWER, PACES = 0.9, 10  # paces tried for fewer microbatches in flight where me
 
 
 class Estimate(NamedTuple):
-    """What is estimated of a candidate: its step, microbatches in flight per stage, whether they fit, the stage that
-    works longest, what it works at least, and what the estimate is not below, however many microbatches are in flight
-    under 1F1B or zero_bubble."""
+    """What is estimated of a candidate.
 
-    seconds: float
-    holds: tuple[int, ...]
-    fits: bool
-    slowest: int
-    floor: float
+    Microbatches in flight are by depth, or with extra in flight as many as the critical cycles need to run at the pace of
+    the busiest stage, where they fit; never fewer than the stage below holds.
+    """
+
+    seconds: float  # its step
+    holds: tuple[int, ...]  # microbatches in flight per stage
+    fits: bool  # whether every rank is within its memory by the closed form, or nearly so
+    slowest: int  # the stage whose busiest replica works longest
+    floor: float  # what `seconds` is not below, however many microbatches are in flight, under 1F1B or zero_bubble
 
 
 class Estimator:
@@ -60,20 +62,11 @@ class Estimator:
     def seconds(self, candidate: Candidate) -> float:
         """The estimated step; infinite where a stage has more replicas than samples, or where it mixes what it must
         not."""
-        return self._of(candidate).seconds
-
-    def holds(self, candidate: Candidate) -> tuple[int, ...]:
-        """Microbatches in flight per stage: by depth, or with extra in flight as many as its critical cycles need to run at
-        the pace of the busiest stage, where they fit; never fewer than the stage below holds."""
-        return self._of(candidate).holds
+        return self.of(candidate).seconds
 
     def likely_fits(self, candidate: Candidate) -> bool:
-        """Whether every rank is within its memory by the closed form, or so near that only the evaluator can tell."""
-        return self._of(candidate).fits
-
-    def slowest(self, candidate: Candidate) -> int:
-        """The stage whose busiest replica works longest."""
-        return self._of(candidate).slowest
+        """Whether it fits, or so nearly that only the evaluator can tell."""
+        return self.of(candidate).fits
 
     def is_faster(self, candidate: Candidate, seconds: float) -> bool:
         """Whether the estimate is below `seconds` and the candidate likely fits."""
@@ -94,10 +87,6 @@ class Estimator:
             self.bound([candidate])
         return self._least[candidate]
 
-    def floor(self, candidate: Candidate) -> float:
-        """What the estimate is not below, however many microbatches are in flight, under 1F1B or zero_bubble."""
-        return self._of(candidate).floor
-
     def bound(self, candidates: Iterable[Candidate]) -> None:
         """Finds for all candidates at once what they compute at least."""
         new = [candidate for candidate in candidates if candidate not in self._least]
@@ -113,7 +102,8 @@ class Estimator:
         """About how many samples each of a stage's replicas takes, by groups."""
         return self._rows.divided_at(candidate, index).samples
 
-    def _of(self, candidate: Candidate) -> Estimate:
+    def of(self, candidate: Candidate) -> Estimate:
+        """All that is estimated of a candidate."""
         if candidate not in self._estimated:
             self.estimate([candidate])
         return self._estimated[candidate]

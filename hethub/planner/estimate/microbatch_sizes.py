@@ -44,7 +44,7 @@ def fitted(candidate: Candidate, estimator: Estimator) -> Candidate | None:
     evened; None where one sample is too much."""
     if estimator.problem.constraints.micro_batch or not estimator.problem.capabilities.any_micro_batch:
         return None
-    last, holds, changed = len(candidate.stages) - 1, estimator.holds(candidate), {}
+    last, holds, changed = len(candidate.stages) - 1, estimator.of(candidate).holds, {}
     pattern = estimator.pattern(candidate)
     for index, (stage, held) in enumerate(zip(candidate.stages, holds, strict=True)):
         place, sizes = position(index == 0, index == last), []

@@ -44,12 +44,12 @@ def refuse_larger(problem: Problem) -> None:
         )
 
 
-def search_exhaustively(problem: Problem, incumbent: Incumbent) -> None:
+def search_exhaustively(incumbent: Incumbent) -> None:
     """Evaluates the plans of a small space that may be better than those known, the most promising ones first. The
     incumbent knows then what no plan of the space is below: the best plan where it was searched to its end,
     else the smallest bound that was not looked at."""
-    times = None if incumbent.evaluator.ignore_memory else incumbent.costs.times
-    costs = [StageCosts(problem, schedule, times) for schedule in schedules_of(problem)]
+    problem = incumbent.problem
+    costs = [StageCosts(problem, schedule, incumbent.costs.times) for schedule in schedules_of(problem)]
     shapes = list(shapes_of(problem))
     bounded = [
         own

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.evaluate.processes import forked
 from hethub.planner.problem.problem import DeviceType, Problem
@@ -71,8 +69,8 @@ def _alone(part: _Part) -> HomogeneousPart | None:
     """The device type's best plan, as `auto` finds it; where nothing fits, its best plan without a memory limit, marked so."""
     device_type, problem = part
     for lifted in (False, True):
-        incumbent = Incumbent(Evaluator(problem, Estimator(problem), ignore_memory=lifted))
-        best = search(problem, incumbent, effort_for(problem))
+        incumbent = Incumbent(problem, ignore_memory=lifted)
+        best = search(incumbent, effort_for(problem))
         if best is not None:
             return HomogeneousPart(
                 accelerator=device_type.accelerator.name,

@@ -146,6 +146,11 @@ class Problem:
         largest = self._largest[device_type]
         return micro_batch if largest is None else min(micro_batch, largest)
 
+    def allows(self, replicas: Sequence[int]) -> bool:
+        """Whether fixed degrees allow stages of so many replicas."""
+        given = self.constraints
+        return given.pp in (None, len(replicas)) and all(given.dp in (None, own) for own in replicas)
+
     @cached_property
     def forbidden(self) -> frozenset[frozenset[int]]:
         """Pairs of device types that may not share a stage."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.samples import one_moved
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import Where, fitted, resized
 from hethub.planner.generate.modes import patterns, under
@@ -32,7 +33,7 @@ def _changed(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candid
     """With many stages, the changes of the slowest and of both ends, or of all. Where another mode or degree needs more
     memory than there is, microbatches are cut until it fits.
     """
-    count, problem, slowest = len(candidate.stages), costs.problem, costs.slowest(candidate)
+    count, problem, slowest = len(candidate.stages), costs.problem, costs.of(candidate).slowest
     if count <= MOST_PAIRED:
         pairs, some = list(combinations(range(count), 2)), list(range(count))
     else:
@@ -237,13 +238,8 @@ def _depths(candidate: Candidate) -> Iterator[Candidate]:
 def nudges(candidate: Candidate) -> Iterator[Candidate]:
     """One sample from one replica of a stage to another: where a stage waits anyway, speed is not all that counts."""
     for index, stage in enumerate(candidate.stages):
-        count = stage.replicas
-        now = stage.nudges or (0,) * count
-        for giver in range(count):
-            for taker in range(count):
-                if giver != taker:
-                    moved = tuple(n - (i == giver) + (i == taker) for i, n in enumerate(now))
-                    yield candidate.with_stages({index: replace(stage, nudges=moved if any(moved) else ())})
+        for moved in one_moved(stage.nudges or (0,) * stage.replicas):
+            yield candidate.with_stages({index: replace(stage, nudges=moved if any(moved) else ())})
 
 
 def _less(stage: CandidateStage, one: ReplicaGroup) -> list[ReplicaGroup]:

@@ -58,10 +58,10 @@ def test_candidates_of_any_depth_are_estimated_together_as_alone(tied_head: bool
     for candidate in candidates:
         alone = Estimator(asked)
         assert together.seconds(candidate) == pytest.approx(alone.seconds(candidate), rel=1e-12)
-        assert together.holds(candidate) == alone.holds(candidate)
-        assert len(together.holds(candidate)) == len(candidate.stages)
+        assert together.of(candidate).holds == alone.of(candidate).holds
+        assert len(together.of(candidate).holds) == len(candidate.stages)
         assert together.likely_fits(candidate) == alone.likely_fits(candidate)
-        assert together.slowest(candidate) == alone.slowest(candidate)
+        assert together.of(candidate).slowest == alone.of(candidate).slowest
 
 
 def test_no_estimate_is_below_what_the_busiest_replica_computes() -> None:
@@ -84,7 +84,7 @@ def test_no_microbatches_in_flight_and_neither_schedule_bring_an_estimate_below_
         for extra_in_flight in (False, True):
             for schedule in (None, "zero_bubble"):
                 other = replace(candidate, extra_in_flight=extra_in_flight, schedule=schedule)  # type: ignore[arg-type]
-                assert estimator.floor(candidate) <= estimator.seconds(other) * (1 + 1e-12)
+                assert estimator.of(candidate).floor <= estimator.seconds(other) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("gbps", [0.1, 0.2, 2.0])

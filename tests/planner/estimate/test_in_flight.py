@@ -104,7 +104,9 @@ def test_zero_bubble_with_more_in_flight_where_activations_are_offloaded_is_esti
     assert evaluation is not None
     assert evaluation.fits
     assert incumbent.costs.likely_fits(candidate)
-    assert [stage.replicas[0].in_flight for stage in evaluation.plan.stages] == list(incumbent.costs.holds(candidate))
+    assert [stage.replicas[0].in_flight for stage in evaluation.plan.stages] == list(
+        incumbent.costs.of(candidate).holds
+    )
 
 
 @pytest.mark.parametrize("part", [0.1, 0.3, 0.5, 0.7, 0.9, 1.0])

@@ -111,7 +111,7 @@ def test_points_have_their_bound_whatever_schedule_stands_beside(seed: int) -> N
 def test_with_nothing_known_the_best_plan_of_the_grid_is_found(seed: int) -> None:
     problem = grid_problem(seed, 3)
     incumbent = grid_incumbent(problem)
-    search_exhaustively(problem, incumbent)
+    search_exhaustively(incumbent)
     assert (
         incumbent.best_seconds
         == exhaustive(random_question(seed, 3), start=incumbent.best_seconds * (1 + 1e-9)).seconds
@@ -122,10 +122,10 @@ def test_with_nothing_known_the_best_plan_of_the_grid_is_found(seed: int) -> Non
 def test_where_the_search_stops_early_no_plan_is_below_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = grid_problem(1, 3)
     whole, part = (grid_incumbent(problem) for _ in range(2))
-    search_exhaustively(problem, whole)
+    search_exhaustively(whole)
     for name, size in (("AT_ONCE", 8), ("MOST_TIMED", 32)):
         monkeypatch.setattr(f"hethub.planner.exhaustive.search.{name}", size)
-    search_exhaustively(problem, part)
+    search_exhaustively(part)
     assert part.fitting
     assert part.space_bound_seconds is not None
     assert part.space_bound_seconds <= whole.best_seconds < part.best_seconds
@@ -134,10 +134,10 @@ def test_where_the_search_stops_early_no_plan_is_below_what_it_left_out(monkeypa
 def test_a_search_in_small_windows_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = grid_problem(1, 3)
     whole, part = (grid_incumbent(problem) for _ in range(2))
-    search_exhaustively(problem, whole)
+    search_exhaustively(whole)
     for name, size in (("AT_ONCE", 8), ("WINDOW", 16), ("FEW", 1)):
         monkeypatch.setattr(f"hethub.planner.exhaustive.search.{name}", size)
-    search_exhaustively(problem, part)
+    search_exhaustively(part)
     assert part.best_seconds == whole.best_seconds == part.space_bound_seconds
 
 
@@ -185,7 +185,7 @@ def mixes_vendors(stage: StageSpec) -> bool:
 def free_seconds() -> float:
     problem = _problem(ConstraintsSpec())
     incumbent = incumbent_of(problem)
-    search_exhaustively(problem, incumbent)
+    search_exhaustively(incumbent)
     return incumbent.best_seconds
 
 
@@ -195,7 +195,7 @@ def test_constraints_leave_a_part_of_the_space(
 ) -> None:
     problem = _problem(ConstraintsSpec.model_validate(given))
     incumbent = incumbent_of(problem)
-    search_exhaustively(problem, incumbent)
+    search_exhaustively(incumbent)
     assert incumbent.best is not None
     assert all(keeps(own.plan) for own in incumbent.fitting.values())
     assert (incumbent.best_seconds > free_seconds()) == costs

@@ -49,12 +49,14 @@ class GridEvaluator(Evaluator):
 
 def grid_incumbent(problem: Problem) -> Incumbent:
     """Nothing tried yet, and nothing but the grid to try."""
-    return Incumbent(GridEvaluator(problem, GridEstimator(problem)))
+    incumbent = Incumbent(problem, GridEstimator(problem))
+    incumbent.evaluator = GridEvaluator(problem, incumbent.costs)
+    return incumbent
 
 
 def restricted(problem: Problem) -> Evaluation:
     """The answer of `auto`, restricted to the grid."""
-    found = find(problem, grid_incumbent(problem), "auto")
+    found = find(grid_incumbent(problem), "auto")
     assert found is not None, "no plan fits"
     return found
 

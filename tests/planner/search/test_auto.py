@@ -40,7 +40,7 @@ def test_the_cuts_with_the_shortest_estimates_are_looked_at_in_every_mode(monkey
         return iter(())
 
     monkeypatch.setattr(modes, "propose", propose)
-    in_modes(problem, incumbent, effort, table, [])
+    in_modes(incumbent, effort, table, [])
     found = best_cuts(problem, replace(table, memory_counts=False), effort.cuts, by_depth=True).cuts
     others = [own for own in found if own.shape not in {c.shape for c in looked_at}]
     costs.estimate(others)

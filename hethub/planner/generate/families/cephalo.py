@@ -14,7 +14,7 @@ from hethub.planner.candidate.materialize import Replica, StageChoice
 from hethub.planner.candidate.samples import Worker, divide
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.generate.families.uniform import allowed, units_in_order
+from hethub.planner.generate.families.uniform import units_in_order
 from hethub.planner.generate.families.whole import candidate_of, held_alone, meeting_seconds, shared_bytes
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Offload, Recompute, ScheduleName
@@ -30,7 +30,7 @@ def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = 
     zero, unit_costs = max(problem.zeros), costs.unit_costs
     if (
         problem.constraints.tp not in (None, 1)
-        or not allowed(problem, 1, problem.size)
+        or not problem.allows([problem.size])
         or problem.size == 1
         or not zero
         or (zero >= 2 and meeting_seconds(problem, unit_costs, zero) >= limit_seconds)

@@ -19,7 +19,7 @@ from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import ONLY
 from hethub.planner.estimate.memory_probes import probe_for
-from hethub.planner.generate.families.uniform import allowed, units_in_order
+from hethub.planner.generate.families.uniform import units_in_order
 from hethub.planner.generate.families.whole import candidate_of, held_alone, meeting_seconds, shared_bytes
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Recompute
@@ -63,7 +63,7 @@ def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = 
 
 
 def _is_allowed(problem: Problem) -> bool:
-    return problem.constraints.tp in (None, 1) and allowed(problem, 1, problem.size)
+    return problem.constraints.tp in (None, 1) and problem.allows([problem.size])
 
 
 def _peak(problem: Problem, unit_costs: UnitCosts, device_type: int, recompute: Recompute, zero: int) -> int | None:

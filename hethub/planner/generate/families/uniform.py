@@ -17,7 +17,7 @@ def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
         if any(unit.tp != tp for unit in units):
             continue
         for stages in range(1, min(len(units), problem.model.layers) + 1):
-            if len(units) % stages == 0 and allowed(problem, stages, len(units) // stages):
+            if len(units) % stages == 0 and problem.allows([len(units) // stages] * stages):
                 yield from _variants(problem, units, stages)
 
 
@@ -35,11 +35,6 @@ def groups_of(problem: Problem, sorts: Mapping[tuple[int, int], int], micro_batc
             for (device_type, tp), number in sorts.items()
         ]
     )
-
-
-def allowed(problem: Problem, stages: int, replicas: int) -> bool:
-    """Whether fixed degrees allow this many stages and replicas."""
-    return problem.constraints.pp in (None, stages) and problem.constraints.dp in (None, replicas)
 
 
 def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Candidate]:
