@@ -40,8 +40,8 @@ def materialize(
 ) -> PlanSpec | None:
     """The plan of a candidate with samples divided by speed; None where some replica would have no sample, or the
     machines cannot be divided so. `holds` are the microbatches in flight per stage, None for the default."""
-    schedule = candidate.schedule or problem.schedule
-    if max(candidate.replica_counts) > problem.batch.global_batch or not candidate.is_executable(schedule):
+    schedule, chunks = candidate.pattern
+    if max(candidate.replica_counts) > problem.batch.global_batch or not candidate.is_executable:
         return None
     assigned = assign_units(candidate, problem)
     if assigned is None:
@@ -57,7 +57,7 @@ def materialize(
         held = holds[index] if holds else None
         replicas = [Replica(*placed, count, held) for placed, count in zip(own, samples, strict=True)]
         stages.append(StageChoice(replicas, stage.zero, stage.recompute, stage.offload))
-    return plan_of(problem, schedule, [stage.layers for stage in candidate.stages], stages, candidate.chunks)
+    return plan_of(problem, schedule, [stage.layers for stage in candidate.stages], stages, chunks)
 
 
 def chunked(layers: Sequence[int], chunks: int) -> list[tuple[tuple[int, int], ...]]:

@@ -6,12 +6,12 @@ the slowest critical cycle that microbatches in flight allow; for many candidate
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import compress, groupby, repeat
+from itertools import compress, groupby
 from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Candidate, Pattern, merged
+from hethub.planner.candidate.candidate import PLAIN, Candidate, Pattern, merged
 from hethub.planner.estimate import in_flight
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.stage_figures import StageEstimate
@@ -52,7 +52,7 @@ class Estimator:
         """The estimated steps of all candidates at once. Asking for each is then for nothing."""
         asked = list(candidates)
         new = [candidate for candidate in dict.fromkeys(asked) if candidate not in self._estimated]
-        rows = self._rows.of(new, map(self.pattern, new))
+        rows = self._rows.of(new)
         ranked = sorted(zip(new, rows, strict=True), key=lambda own: len(own[1]))
         for _, alike in groupby(ranked, key=_depth):
             own, stages = zip(*alike, strict=True)
@@ -95,7 +95,7 @@ class Estimator:
 
     def least_in_passes(self, candidate: Candidate) -> float:
         """The same where every replica gathers new weights and steps between its microbatches, as under ministages."""
-        stages = self._rows.figures(self._rows.of([candidate], [Pattern("1f1b")]))
+        stages = self._rows.figures(self._rows.of([candidate], PLAIN))
         return float((stages.least + stages.finish).max())
 
     def samples(self, candidate: Candidate, index: int) -> list[int]:
@@ -112,7 +112,7 @@ class Estimator:
         """Whether every replica can have a sample and no stage mixes what it must not."""
         return (
             max(candidate.replica_counts) <= self.problem.batch.global_batch
-            and candidate.is_executable(candidate.schedule or self.problem.schedule)
+            and candidate.is_executable
             and not self.problem.forbids_any(candidate.mixtures)
         )
 
@@ -141,7 +141,7 @@ class Estimator:
         p2p_seconds = p2p_seconds.reshape(len(candidates), -1)
         blank = np.arange(depth) < first[:, None]
         stages = self._stages(candidates, table, blank)
-        filled = np.array([self.pattern(candidate).schedule == "zero_bubble" for candidate in candidates])
+        filled = np.array([candidate.pattern.schedule == "zero_bubble" for candidate in candidates])
         trips = in_flight.round_trips(stages.microbatch, stages.microstep, p2p_seconds)
         return _SideBySide(candidates, table, first, blank, stages, p2p_seconds, trips, filled)
 
@@ -163,7 +163,7 @@ class Estimator:
         floor = (fill + stages.busy).max(axis=1) + first
         # Under zero_bubble, weights' gradients fill the drain.
         waits = np.where(own.filled[:, None], slack, gap + drain)
-        chunks = np.array([candidate.chunks for candidate in own.candidates])[:, None]
+        chunks = np.array([candidate.pattern.chunks for candidate in own.candidates])[:, None]
         covered = stages.covered
         if (chunks > 1).any():  # a microbatch goes on after a chunk
             between, beside = self._between_chunks(own, chunks)
@@ -189,7 +189,7 @@ class Estimator:
         those of their reduction that go beside their last backwards."""
         stages, depth = own.stages, own.rows.shape[1] - own.first[:, None]
         every = np.ceil(stages.microbatches)
-        all_at_once = np.array([self.pattern(candidate).holds_all for candidate in own.candidates])[:, None]
+        all_at_once = np.array([candidate.pattern.holds_all for candidate in own.candidates])[:, None]
         passing = np.where(all_at_once, every, every / np.maximum(1, every // depth))
         waits = in_flight.waits_between_chunks(stages, own.p2p_seconds, passing, chunks)
         # Interleaved, links carry both ways at once, and all chunks but the last to be done are reduced beside others.
@@ -197,10 +197,6 @@ class Estimator:
         beside = np.minimum(passing * stages.backward, stages.reduce) * (1 - 1 / chunks)
         waits = np.where(all_at_once, waits, np.maximum(waits, carried - stages.busy))
         return waits, np.where(all_at_once, stages.covered, np.maximum(stages.covered, beside))
-
-    def pattern(self, candidate: Candidate) -> Pattern:
-        """Its schedule and chunks."""
-        return Pattern(candidate.schedule or self.problem.schedule, candidate.chunks)
 
     def _stages(self, candidates: Sequence[Candidate], rows: np.ndarray, blank: np.ndarray) -> StageEstimate:
         """Every stage of every candidate by itself, and where replica i of every stage gets the same samples, what
@@ -215,7 +211,7 @@ class Estimator:
     def _held(self, own: "_SideBySide") -> tuple[np.ndarray, np.ndarray]:
         """Microbatches in flight [candidate, stage], and whether they fit [candidate]."""
         stages, filled, held = own.stages, own.filled, in_flight.default_in_flight(own.stages.microstep)
-        patterns = [self.pattern(candidate) for candidate in own.candidates]
+        patterns = [candidate.pattern for candidate in own.candidates]
         alone = np.array([pattern.schedule not in ("1f1b", "zero_bubble") for pattern in patterns])
         extra = np.array([candidate.extra_in_flight > 0 for candidate in own.candidates]) & own.several & ~alone
         if alone.any():
@@ -253,8 +249,7 @@ class Estimator:
         put off, as many as under the problem's schedule keep the gaps to be filled few; more, where wanted, leave none."""
         plain, trips = own.stages, own.trips
         if own.filled.any():
-            plainly = Pattern(self.problem.schedule)
-            rows = self._rows.of(own.candidates, repeat(plainly, len(own.candidates)))
+            rows = self._rows.of(own.candidates, Pattern(self.problem.schedule))
             table = [blanks * row[:1] + row for blanks, row in zip(own.first.tolist(), rows, strict=True)]
             plain = self._stages(own.candidates, np.array(table), own.blank)
             trips = in_flight.round_trips(plain.microbatch, plain.microstep, own.p2p_seconds)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import CandidateStage, Pattern
+from hethub.planner.candidate.candidate import PLAIN, CandidateStage, Pattern
 from hethub.planner.estimate.memory_probes import FEW, Keeping, Load, ProbePlans, Probes
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.cache import memoized
@@ -45,7 +45,7 @@ class Mode(NamedTuple):
         """A stage's under a schedule. What 1F1B, GPipe and interleaved hold differs in the number of microbatches
         alone."""
         alike = pattern.schedule in ("gpipe", "interleaved")
-        schedule, chunks = Pattern("1f1b") if alike else pattern
+        schedule, chunks = PLAIN if alike else pattern
         return Mode(stage.zero, schedule, chunks, stage.offload)
 
     @property
@@ -157,7 +157,7 @@ class MemoryModel:
 
     def state(self, on_cpu: bool, layers: int, zero: int) -> float:
         """Bytes of a stage alone, of one-rank replicas, before these share them; at ZeRO-0 they share none."""
-        return float(self._probes(on_cpu, 1, *Pattern("1f1b")).shared_state(layers, Keeping(zero))[ONLY])
+        return float(self._probes(on_cpu, 1, *PLAIN).shared_state(layers, Keeping(zero))[ONLY])
 
     @memoized
     def _probes(self, on_cpu: bool, tp: int, schedule: ScheduleName, chunks: int) -> Probes:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.stage_layouts import DeviceTypeLayouts, Ends, Goals
 from hethub.planner.generate.table import Table, orders
@@ -120,4 +120,4 @@ class SubsetSearch:
             left, stages, layers = left - {device_type}, stages - number, layers - own
             found += self.device_types[device_type].stages(number, self._ends(left, device_type), goal, stages, own)
             state = self.states[left]
-        return Candidate(tuple(found))
+        return Candidate(tuple(found), pattern=Pattern(self.problem.schedule))

@@ -171,7 +171,7 @@ class Problem:
 
     @property
     def schedule(self) -> ScheduleName:
-        """What candidates are under that name no schedule: the one asked for, if it needs nothing of its stages."""
+        """What candidates begin under: the one asked for, if it needs nothing of its stages."""
         chosen = self.constraints.schedule
         return chosen if chosen in ("gpipe", "zero_bubble") else "1f1b"
 

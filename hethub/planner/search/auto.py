@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate
+from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate, Pattern
 from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.generate import device_type_stages, modes, small
@@ -179,12 +179,12 @@ def in_modes(incumbent: Incumbent, effort: Effort, table: Table, found: Sequence
     every = [*found, *larger]
     costs.estimate(every)
     cuts = {candidate.shape: candidate for candidate in sorted(every, key=costs.seconds, reverse=True)}
-    known = [own for own in found if costs.likely_fits(own) and (own.schedule or problem.schedule) in allowed]
+    known = [own for own in found if costs.likely_fits(own) and own.pattern.schedule in allowed]
     shortest = min(map(costs.seconds, known), default=float("inf"))
     chosen = heapq.nsmallest(MOST_CUTS, cuts.values(), key=costs.seconds)
     made = dict.fromkeys(modes.propose(problem, costs, chosen, shortest))
     ranked = sorted(made, key=costs.seconds)
-    unlike = {(own.shape, own.schedule, own.chunks): own for own in reversed(ranked)}
+    unlike = {(own.shape, own.pattern): own for own in reversed(ranked)}
     best = sorted(unlike.values(), key=costs.seconds)
     return list(dict.fromkeys([*ranked[: effort.finalists // 2], *best]))[: effort.finalists]
 
@@ -234,11 +234,11 @@ def _add_with_slacks(
     estimate would be above those of `wanted` unlike ones in any case stay as they are."""
     problem, costs = incumbent.problem, incumbent.costs
     found.update(zip(candidates, costs.estimate(candidates), strict=True))
-    modes: list[dict[str, Any]] = [{"schedule": schedule} for schedule in problem.other_schedules]
+    modes: list[dict[str, Any]] = [{"pattern": Pattern(schedule)} for schedule in problem.other_schedules]
     if problem.capabilities.chooses_in_flight and problem.schedule == "1f1b":
         modes += [{"extra_in_flight": 1}]
         modes += [
-            {"schedule": own, "extra_in_flight": more}
+            {"pattern": Pattern(own), "extra_in_flight": more}
             for own in problem.other_schedules
             for more in EXTRA_IN_FLIGHT[own]
         ]

@@ -8,7 +8,7 @@ from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate, Candi
 from hethub.planner.candidate.samples import one_moved
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import Where, fitted, resized
-from hethub.planner.generate.modes import patterns, under
+from hethub.planner.generate.modes import patterns
 from hethub.planner.problem.problem import Problem
 from hethub.spec.plan import ScheduleName
 
@@ -26,7 +26,7 @@ def neighbourhoods(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[
     """The candidates one change away, sort of change by sort of change; none whose chunks fall out of step, where every
     action waits for another stage's: they take up to 40 times what is estimated."""
     for some in _changed(candidate, costs):
-        yield [near for near in some if near.chunks == 1 or near.is_in_step or not candidate.is_in_step]
+        yield [near for near in some if near.pattern.chunks == 1 or near.is_in_step or not candidate.is_in_step]
 
 
 def _changed(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candidate]]:
@@ -97,7 +97,7 @@ def _places(candidate: Candidate, stages: Sequence[int]) -> list[Where]:
 def with_room(candidate: Candidate, problem: Problem) -> Candidate:
     """The candidate, with extra in flight where its stages have microbatches of unlike sizes, which by default wait for
     each other."""
-    chooses = (candidate.schedule or problem.schedule) in ("1f1b", "zero_bubble")
+    chooses = candidate.pattern.schedule in ("1f1b", "zero_bubble")
     if candidate.extra_in_flight or not chooses or not problem.capabilities.chooses_in_flight:
         return candidate
     return candidate if candidate.is_in_step else replace(candidate, extra_in_flight=1)
@@ -158,13 +158,12 @@ def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Ite
                     for index, stage in stages_of.items()
                 }
             yield candidate.with_stages(changed)
-    now = (candidate.schedule or problem.schedule, candidate.chunks)
     for pattern in patterns(problem, candidate):
-        if pattern != now:
+        if pattern != candidate.pattern:
             for level in {0, candidate.extra_in_flight}.intersection(_levels(pattern.schedule)):
-                yield under(pattern, candidate, problem, level)
+                yield replace(candidate, pattern=pattern, extra_in_flight=level)
     if len(candidate.stages) > 1 and problem.capabilities.chooses_in_flight:
-        for level in _levels(now[0]):
+        for level in _levels(candidate.pattern.schedule):
             if level != candidate.extra_in_flight:
                 yield replace(candidate, extra_in_flight=level)
     yield replace(candidate, alike=not candidate.alike)

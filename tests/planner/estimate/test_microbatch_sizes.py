@@ -66,7 +66,7 @@ def test_the_largest_microbatch_does_not_depend_on_what_was_asked_before():
 
     def sizes(*asked: Candidate) -> dict[Candidate, int]:
         estimator = Estimator(problem)
-        return {own: estimator.times.largest(own.stages[0], one, ONLY, estimator.pattern(own), 1) for own in asked}
+        return {own: estimator.times.largest(own.stages[0], one, ONLY, own.pattern, 1) for own in asked}
 
     assert sizes(narrow, wide) == sizes(wide, narrow) == sizes(narrow) | sizes(wide)
     assert sizes(wide)[wide] > sizes(narrow)[narrow]

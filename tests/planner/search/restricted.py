@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hethub.planner.candidate.candidate import Candidate
+from hethub.planner.candidate.candidate import Candidate, Pattern
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
@@ -34,7 +34,7 @@ class GridEstimator(Estimator):
 
     def is_possible(self, candidate: Candidate) -> bool:
         groups = [own for stage in candidate.stages for own in stage.groups]
-        usual = not candidate.extra_in_flight and candidate.schedule is None
+        usual = not candidate.extra_in_flight and candidate.pattern == Pattern("1f1b")
         inside = usual and all(own.micro_batch in MICRO_BATCHES and own.tp <= 2 for own in groups)
         return inside and super().is_possible(candidate)
 

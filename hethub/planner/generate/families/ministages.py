@@ -11,7 +11,7 @@ from itertools import takewhile
 from operator import itemgetter
 from typing import NamedTuple
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup
 from hethub.planner.candidate.materialize import materialize
 from hethub.planner.candidate.samples import Worker
 from hethub.planner.estimate.costs import UnitCosts
@@ -151,7 +151,7 @@ def _in_chunks(
 
     for offload in _offloads(problem, candidate.stages[0].recompute):
         stages = tuple([replace(stage, zero=zero, offload=offload) for stage in candidate.stages])
-        cut = replace(candidate, stages=stages, schedule="ministages", chunks=chunks)
+        cut = replace(candidate, stages=stages, pattern=Pattern("ministages", chunks))
         plan = materialize(cut, problem, worker, None)
         if plan is None:
             return None

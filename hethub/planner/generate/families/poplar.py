@@ -12,7 +12,7 @@ from heapq import nsmallest
 from itertools import accumulate
 from typing import NamedTuple
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, merged
 from hethub.planner.candidate.materialize import Replica, StageChoice
 from hethub.planner.candidate.samples import largest_able
 from hethub.planner.estimate.costs import UnitCosts
@@ -40,7 +40,8 @@ def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
             ]
             if all(sizes):
                 groups = [ReplicaGroup(k, 1, size or 1, problem.device_types[k].size) for k, size in enumerate(sizes)]
-                yield Candidate((CandidateStage(problem.model.layers, merged(groups), recompute, zero),))
+                stage = CandidateStage(problem.model.layers, merged(groups), recompute, zero)
+                yield Candidate((stage,), pattern=Pattern(problem.schedule))
 
 
 def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, merged
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.ranges import split
@@ -52,4 +52,4 @@ def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Cand
         held = {own: groups_of(problem, dict(own), micro_batch) for own in set(sorts)}
         for recompute in problem.recomputes:
             formed = [CandidateStage(layers, held[sort], recompute, problem.usual_zero) for layers, sort in sized]
-            yield Candidate(tuple(formed), even=True)
+            yield Candidate(tuple(formed), even=True, pattern=Pattern(problem.schedule))

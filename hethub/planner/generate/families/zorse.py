@@ -7,7 +7,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.families.uniform import groups_of, units_in_order
@@ -146,7 +146,7 @@ def _candidate(
         CandidateStage(1 + more, groups, recompute, problem.usual_zero)
         for more, groups in zip(extra, stages, strict=True)
     ]
-    return Candidate(tuple(formed), alike=False)
+    return Candidate(tuple(formed), alike=False, pattern=Pattern(problem.schedule))
 
 
 def _speed(unit_costs: UnitCosts, groups: tuple[ReplicaGroup, ...], recompute: Recompute) -> float:
