@@ -10,7 +10,8 @@ import numpy as np
 
 from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
 from hethub.planner.candidate.samples import Worker
-from hethub.planner.estimate.memory_model import Coefficients, Mode, memory_model_of
+from hethub.planner.estimate.memory_model import Coefficients, memory_model_of
+from hethub.planner.estimate.memory_probes import Mode
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.cache import layer_cost_of, memoized
 from hethub.predictor.cost.constants import is_cpu, packaged
@@ -91,12 +92,10 @@ class UnitCosts:
         microbatches = accumulate((rate.microbatch(stage.layers, first, last).total for rate in rates), max)
         return Worker(group.micro_batch, tuple(microbatches))
 
-    def coefficients(
-        self, device_type: int, tp: int, micro_batch: int, recompute: Recompute, mode: Mode | None = None
-    ) -> Coefficients:
-        """What a rank of the device type needs of memory, by default at the usual ZeRO level under 1F1B."""
-        mode, on_cpu = mode or Mode(self.problem.usual_zero), self._on_cpu[device_type]
-        found = self.memory.coefficients(on_cpu, tp, micro_batch, recompute, mode)
+    def coefficients(self, device_type: int, tp: int, micro_batch: int, mode: Mode) -> Coefficients:
+        """What a rank of the device type needs of memory."""
+        on_cpu = self._on_cpu[device_type]
+        found = self.memory.coefficients(on_cpu, tp, micro_batch, mode)
         if self.problem.size > 1:
             return found
         # Probes have several ranks.

@@ -13,6 +13,7 @@ import numpy as np
 
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.memory_model import Coefficients
+from hethub.planner.estimate.memory_probes import Mode
 from hethub.planner.problem.problem import Combination, Problem, Unit
 from hethub.predictor.cost.cache import memoized
 from hethub.spec.plan import Recompute
@@ -193,5 +194,7 @@ class _Records:
         rate = self.costs.rate(device_type, tp, micro_batch, recompute)
         layer, embedding, head = (part.total / micro_batch for part in rate)
         self.figures.append((layer, embedding, head, rate.layer.total, self.problem.capacity(device_type)))
-        self.memory.append(self.costs.coefficients(device_type, tp, micro_batch, recompute))
+        self.memory.append(
+            self.costs.coefficients(device_type, tp, micro_batch, Mode(recompute, self.problem.usual_zero))
+        )
         return len(self.memory) - 1

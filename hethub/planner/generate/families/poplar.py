@@ -18,7 +18,7 @@ from hethub.planner.candidate.samples import largest_able
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import ONLY
-from hethub.planner.estimate.memory_probes import probe_for
+from hethub.planner.estimate.memory_probes import Mode, probe_for
 from hethub.planner.generate.families.uniform import units_in_order
 from hethub.planner.generate.families.whole import candidate_of, held_alone, meeting_seconds, shared_bytes
 from hethub.planner.problem.problem import Problem, Unit
@@ -71,7 +71,8 @@ def _peak(problem: Problem, unit_costs: UnitCosts, device_type: int, recompute: 
     """The micro-batch at which an accelerator of the device type is fastest among those that fit; None where none does."""
     layers = problem.model.layers
     capacity, shards = problem.capacity(device_type), problem.size if zero else 1
-    memory = {b: unit_costs.coefficients(device_type, 1, b, recompute) for b in problem.micro_batches}
+    mode = Mode(recompute, problem.usual_zero)
+    memory = {b: unit_costs.coefficients(device_type, 1, b, mode) for b in problem.micro_batches}
     fitting = [
         b for b, own in memory.items() if own.fixed(layers, 1, ONLY) + own.state(layers, ONLY) / shards <= capacity
     ]
