@@ -109,7 +109,7 @@ def _alone(incumbent: Incumbent, wanted: bool, processes: int) -> Iterator[Calla
     beside = wanted and processes > 1 and incumbent.limit_seconds is None
     if beside:
         tabulate(problem, incumbent.costs.unit_costs)  # probes memory: processes forked behind it share what was found
-    with homogeneous_parts_beside(unlimited, incumbent.costs.unit_costs, processes if beside else 1) as found:
+    with homogeneous_parts_beside(unlimited, processes if beside else 1) as found:
         yield lambda: found() if wanted and not incumbent.out_of_time else None
 
 

@@ -198,11 +198,8 @@ def _groups(candidate: Candidate, problem: Problem, pairs: list[tuple[int, int]]
                 if one[:2] != two[:2]:
                     now = (one.micro_batch, two.micro_batch)
                     for sizes in dict.fromkeys((now, now[::-1], (min(now),) * 2)):
-                        ones, twos = (
-                            problem.at_most(one.device_type, sizes[1]),
-                            problem.at_most(two.device_type, sizes[0]),
-                        )
-                        yield _exchanged(candidate, (a, one, ones), (b, two, twos))
+                        one_size, two_size = map(problem.at_most, (one.device_type, two.device_type), sizes[::-1])
+                        yield _exchanged(candidate, (a, one, one_size), (b, two, two_size))
 
 
 def _degrees(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Iterator[Candidate]:
