@@ -95,7 +95,7 @@ def promising(limit: float, branches: Sequence[Branch], most: int, above: float 
             new.append(Points(branches, bounds, np.full(len(bounds), index), padded))
             count += len(bounds)
         if count > AT_ONCE or index == len(branches) - 1:
-            chained = _joined([none, *(_chained(*alike, limit) for alike in _alike(_joined(new)))])
+            chained = _joined([none, *_chained(_joined(new), limit)])
             found = _joined([found, chained.at(chained.bounds >= above)])
             found = found.at(np.argsort(found.bounds, kind="stable")[:most])
             new, count = [none], 0
@@ -109,26 +109,19 @@ def _joined(parts: Sequence[Points]) -> Points:
     return Points(parts[0].branches, *(np.concatenate(own) for own in list(zip(*parts, strict=True))[1:]))
 
 
-def _alike(points: Points) -> Iterator[tuple[Points, np.ndarray, Chains]]:
-    """The points by schedule and how many replicas their stages have, with the number of their branch in what bounds
-    them."""
-    owners, number_of = np.unique(points.owners, return_inverse=True)
-    sorts: dict[tuple[str, tuple[int, ...]], int] = {}
-    owned = (points.branches[owner] for owner in owners.tolist())
-    keys = ((branch.costs.schedule, tuple(map(len, branch.shape))) for branch in owned)
-    sort_of = np.array([sorts.setdefault(key, len(sorts)) for key in keys], dtype=np.int64)
-    for sort, (_, widths) in enumerate(sorts):
-        branches = [points.branches[owner] for owner in owners[sort_of == sort].tolist()]
-        p2p_costs = [[branch.p2p_seconds(above) for branch in branches] for above in range(len(widths) - 1)]
+def _chained(points: Points, limit: float) -> Iterator[Points]:
+    """The points whose chains are below the limit, with these bounds, by schedule and how many replicas their stages
+    have."""
+    alike: dict[object, list[int]] = {}
+    for owner in np.unique(points.owners).tolist():
+        branch = points.branches[owner]
+        alike.setdefault((branch.costs.schedule, tuple(map(len, branch.shape))), []).append(owner)
+    for owners in alike.values():
+        own, branches = points.at(np.isin(points.owners, owners)), [points.branches[owner] for owner in owners]
+        p2p_costs = [[branch.p2p_seconds(above) for branch in branches] for above in range(len(branches[0].shape) - 1)]
         chains = Chains(list(zip(*(branch.stages for branch in branches), strict=True)), p2p_costs)
-        rows = np.nonzero(sort_of[number_of] == sort)[0]
-        yield points.at(rows), np.cumsum(sort_of == sort)[number_of[rows]] - 1, chains
-
-
-def _chained(points: Points, numbers: np.ndarray, chains: Chains, limit: float) -> Points:
-    """Those whose chains are below the limit, with these bounds."""
-    bounds = np.maximum(points.bounds, chains.bounds(numbers, points.options))
-    return points._replace(bounds=bounds).at(bounds < limit)
+        bounds = np.maximum(own.bounds, chains.bounds(np.searchsorted(owners, own.owners), own.options))
+        yield own._replace(bounds=bounds).at(bounds < limit)
 
 
 def branches_below(limit: float, costs: StageCosts, shape: Shape) -> list[tuple[float, Branch]]:
