@@ -94,7 +94,7 @@ def without_families(*names: str) -> Change:
     return change
 
 
-def as_given(found: dict[Any, float], problem: Any, incumbent: Any, candidates: Any, wanted: int) -> None:
+def as_given(found: dict[Any, float], incumbent: Any, candidates: Any, wanted: int) -> None:
     """In place of `_add_with_slacks`: the candidates with their default of microbatches in flight."""
     found.update(zip(candidates, incumbent.costs.estimate(candidates), strict=True))
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from itertools import islice, takewhile
 from operator import itemgetter
 
-from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
+from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.evaluate.layouts import is_equal
 from hethub.planner.evaluate.outlook import Outlooks
@@ -69,14 +68,14 @@ def plan(
     """
     started = time.perf_counter()
     problem = pose(model, cluster, Batch(*train), constraints, profile=profile, software=software)
-    incumbent = Incumbent(Evaluator(problem, Estimator(problem)))
-    with _alone(problem, incumbent, with_bounds, processes) as found_alone:
-        best = find(problem, incumbent, strategy)
-        rows = _families(problem, incumbent, strategy) if explain else {}
+    incumbent = Incumbent(problem)
+    with _alone(incumbent, with_bounds, processes) as found_alone:
+        best = find(incumbent, strategy)
+        rows = _families(incumbent, strategy) if explain else {}
         if strategy == "auto":
             best = incumbent.best  # a family's plan, where explaining found a faster one
-        fastest, outlooks = _confirmed(problem, incumbent, best, strategy), Outlooks(problem, processes)
-        best = _steadiest(problem, incumbent, outlooks, fastest) if strategy == "auto" else fastest
+        fastest, outlooks = _confirmed(incumbent, best, strategy), Outlooks(problem, processes)
+        best = _steadiest(incumbent, outlooks, fastest) if strategy == "auto" else fastest
         alone = found_alone()
     prediction = _bounded(best.prediction, alone)
     tokens, outlook = problem.batch.global_batch * problem.batch.seq_len, outlooks.of(best.plan)
@@ -86,7 +85,7 @@ def plan(
         strategy=strategy,
         outlook=outlook,
         best_on_point=None if best is fastest else _runner_up(fastest, best, outlooks),
-        runners_up=tuple(_runner_up(own, best, outlooks) for own in _others(problem, incumbent, best, top)),
+        runners_up=tuple(_runner_up(own, best, outlooks) for own in _others(incumbent, best, top)),
         not_searched=NOT_SEARCHED,
         homogeneous_parts=alone or (),
         families=tuple(_row(name, evaluation, best) for name, evaluation in rows.items()),
@@ -95,21 +94,22 @@ def plan(
         lower_bound_seconds=tokens / prediction.ceiling_tokens_per_second,
         space_bound_seconds=incumbent.space_bound_seconds,
         estimate_error_percent=incumbent.estimate_error_percent,
-        reasons=tuple(bottlenecks(problem, incumbent, best, processes)) if explain else (),
+        reasons=tuple(bottlenecks(incumbent, best, processes)) if explain else (),
         candidates=len(incumbent.tried),
         search_seconds=time.perf_counter() - started,
     )
 
 
 @contextmanager
-def _alone(problem: Problem, incumbent: Incumbent, wanted: bool, processes: int) -> Iterator[Callable[[], Alone]]:
+def _alone(incumbent: Incumbent, wanted: bool, processes: int) -> Iterator[Callable[[], Alone]]:
     """What gives every device type's best plan by itself, if it is wanted; None where time is up, since a search cut short
     would understate the bound. Under a time limit nothing runs beside the search."""
+    problem = incumbent.problem
     unlimited = problem.with_constraints(problem.constraints.replace(time_limit_seconds=None))
     beside = wanted and processes > 1 and incumbent.limit_seconds is None
     if beside:
         tabulate(problem, incumbent.costs.unit_costs)  # probes memory: processes forked behind it share what was found
-    with homogeneous_parts_beside(unlimited, incumbent.costs.unit_costs, processes if beside else 1) as found:
+    with homogeneous_parts_beside(unlimited, processes if beside else 1) as found:
         yield lambda: found() if wanted and not incumbent.out_of_time else None
 
 
@@ -123,11 +123,11 @@ def _bounded(prediction: Prediction, alone: Alone) -> Prediction:
 def answer(problem: Problem, strategy: str = "auto") -> Evaluation:
     """The strategy's best plan for a posed problem, without bounds and explanations. Raises BadInput where none
     fits."""
-    incumbent = Incumbent(Evaluator(problem, Estimator(problem)))
-    return _confirmed(problem, incumbent, find(problem, incumbent, strategy), strategy)
+    incumbent = Incumbent(problem)
+    return _confirmed(incumbent, find(incumbent, strategy), strategy)
 
 
-def _confirmed(problem: Problem, incumbent: Incumbent, best: Evaluation | None, strategy: str) -> Evaluation:
+def _confirmed(incumbent: Incumbent, best: Evaluation | None, strategy: str) -> Evaluation:
     """The first of the answer and its runners-up that binds in full; the search takes short cuts for alike plans.
     Raises BadInput where none fits.
 
@@ -136,10 +136,10 @@ def _confirmed(problem: Problem, incumbent: Incumbent, best: Evaluation | None, 
     """
     ranked = incumbent.ranked
     for evaluation in (best, *ranked) if best else ():
-        if _binds(problem, evaluation):
+        if _binds(incumbent.problem, evaluation):
             return evaluation
         incumbent.fitting.pop(evaluation.candidate, None)
-    raise BadInput(nothing_fits(problem, incumbent, strategy))
+    raise BadInput(nothing_fits(incumbent, strategy))
 
 
 def _binds(problem: Problem, evaluation: Evaluation) -> bool:
@@ -150,13 +150,13 @@ def _binds(problem: Problem, evaluation: Evaluation) -> bool:
         return False
 
 
-def _families(problem: Problem, incumbent: Incumbent, strategy: str) -> dict[str, Evaluation | None]:
+def _families(incumbent: Incumbent, strategy: str) -> dict[str, Evaluation | None]:
     """Every family's best plan, each found by a search of its own; `auto` takes them over, so that it is never
     slower."""
     found = {}
     for name, family in FAMILIES.items():
-        own = Incumbent(Evaluator(problem, incumbent.costs))
-        found[name] = search_family(problem, own, family)
+        own = Incumbent(incumbent.problem, incumbent.costs)
+        found[name] = search_family(own, family)
         if strategy == "auto":
             incumbent.admit(own)
     return found
@@ -169,7 +169,7 @@ def _row(name: str, evaluation: Evaluation | None, best: Evaluation) -> FamilyRo
     return FamilyRow(strategy=name, plan=evaluation.plan, step_seconds=evaluation.seconds, slower_percent=slower)
 
 
-def find(problem: Problem, incumbent: Incumbent, strategy: str) -> Evaluation | None:
+def find(incumbent: Incumbent, strategy: str) -> Evaluation | None:
     """The strategy's best plan, or None where none fits. Raises BadInput for a strategy that is not offered."""
     if strategy == "hap":
         raise BadInput(
@@ -178,32 +178,33 @@ def find(problem: Problem, incumbent: Incumbent, strategy: str) -> Evaluation | 
     if strategy not in (known := ["auto", "exhaustive", *FAMILIES]):
         raise BadInput(f"strategy '{strategy}' is not known; {suggest(strategy, [*known, 'hap'])}")
     if strategy == "exhaustive":
-        refuse_larger(problem)
-        search_exhaustively(problem, incumbent)
-        return add_whole_plans(problem, incumbent)
+        refuse_larger(incumbent.problem)
+        search_exhaustively(incumbent)
+        return add_whole_plans(incumbent)
     if strategy == "auto":
-        found = search(problem, incumbent, effort_for(problem))
-        return found or (_first_fitting(problem, incumbent) if incumbent.out_of_time else None)
-    return search_family(problem, incumbent, FAMILIES[strategy])
+        found = search(incumbent, effort_for(incumbent.problem))
+        return found or (_first_fitting(incumbent) if incumbent.out_of_time else None)
+    return search_family(incumbent, FAMILIES[strategy])
 
 
-def _first_fitting(problem: Problem, incumbent: Incumbent) -> Evaluation | None:
+def _first_fitting(incumbent: Incumbent) -> Evaluation | None:
     """Where time was over before any plan was known: the first of the best cuts that fits."""
-    for candidate in cuts.propose(problem, incumbent.costs, number=FEW):
+    for candidate in cuts.propose(incumbent.problem, incumbent.costs, FEW):
         incumbent.consider(candidate)
         if incumbent.fitting:
             return incumbent.best
     return None
 
 
-def _steadiest(problem: Problem, incumbent: Incumbent, outlooks: Outlooks, fastest: Evaluation) -> Evaluation:
+def _steadiest(incumbent: Incumbent, outlooks: Outlooks, fastest: Evaluation) -> Evaluation:
     """Of the fastest unlike plans the one with the smallest mean over the scenarios. Compared are the fastest and those
     with the shortest step in the middle of the scenarios, which is hardly ever above the mean."""
-    most = next((number for size, number in LOOKED_AT if problem.size <= size), LEAST_LOOKED_AT)
+    size = incumbent.problem.size
+    most = next((number for largest, number in LOOKED_AT if size <= largest), LEAST_LOOKED_AT)
     chosen, least = fastest, outlooks.of(fastest.plan).objective_seconds
     if incumbent.out_of_time:
         return chosen
-    unlike = takewhile(lambda own: own.seconds < least, _unlike(problem, incumbent, fastest))
+    unlike = takewhile(lambda own: own.seconds < least, _unlike(incumbent, fastest))
     near = list(islice(unlike, WIDER * most))
     middles = outlooks.in_the_middle([own.plan for own in near])
     for middle, evaluation in sorted(zip(middles, near, strict=True), key=itemgetter(0))[:most]:
@@ -215,21 +216,21 @@ def _steadiest(problem: Problem, incumbent: Incumbent, outlooks: Outlooks, faste
     return chosen
 
 
-def _unlike(problem: Problem, incumbent: Incumbent, other: Evaluation) -> Iterator[Evaluation]:
+def _unlike(incumbent: Incumbent, other: Evaluation) -> Iterator[Evaluation]:
     """The plans that bind and differ from one and from each other in more than ZeRO levels, samples and microbatches in
     flight, the fastest first."""
-    seen = {_shape(problem, other)}
+    seen = {_shape(incumbent.problem, other)}
     for evaluation in incumbent.ranked:
-        shape = _shape(problem, evaluation)
-        if shape not in seen and _binds(problem, evaluation):
+        shape = _shape(incumbent.problem, evaluation)
+        if shape not in seen and _binds(incumbent.problem, evaluation):
             seen.add(shape)
             yield evaluation
 
 
-def _others(problem: Problem, incumbent: Incumbent, best: Evaluation, top: int) -> list[Evaluation]:
+def _others(incumbent: Incumbent, best: Evaluation, top: int) -> list[Evaluation]:
     """So many of the plans that are unlike the best one and each other; where it leaves accelerators unused, one that
     leaves none among them, which tells why."""
-    unlike = _unlike(problem, incumbent, best)
+    unlike = _unlike(incumbent, best)
     found = list(islice(unlike, top))
     if found and best.plan.unused and all(own.plan.unused for own in found):
         found[-1] = next((own for own in unlike if not own.plan.unused), found[-1])

@@ -1,7 +1,6 @@
 """Small questions for the planner: a tiny model, clusters of a few accelerators, and plans evaluated on them."""
 
-from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
+from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.generate import cuts
 from hethub.planner.problem.pose import pose
@@ -49,7 +48,7 @@ def mixed(**constraints: object) -> Problem:
 
 def incumbent_of(problem: Problem) -> Incumbent:
     """Nothing tried yet."""
-    return Incumbent(Evaluator(problem, Estimator(problem)))
+    return Incumbent(problem)
 
 
 def every_plan(problem: Problem, number: int = 40) -> list[Evaluation]:

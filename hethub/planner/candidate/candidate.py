@@ -1,9 +1,11 @@
 """Candidates: plans as the search moves them about. Equal accelerators are counted, not named: `materialize` names
 them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from hethub.planner.problem.problem import Combination, Problem, Unit
@@ -89,6 +91,8 @@ class Pattern(NamedTuple):
         return self.schedule in ALL_IN_FLIGHT
 
 
+PLAIN = Pattern("1f1b")
+
 # More microbatches in flight than the default that are looked at, by schedule: under others they are no choice.
 EXTRA_IN_FLIGHT: dict[ScheduleName, tuple[int, ...]] = {"1f1b": (1,), "zero_bubble": (1, 2)}
 
@@ -105,22 +109,19 @@ class Candidate:
     even: bool = False  # samples in equal parts, whatever the speeds
     name: str = ""  # tells candidates apart that carry their plan
     plan: PlanSpec | None = field(default=None, compare=False)  # evaluated as it stands, not moved about
-    schedule: ScheduleName | None = None  # None: the problem's
-    chunks: int = 1  # of every stage's layers
+    pattern: Pattern = PLAIN
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.stages, self.alike, self.extra_in_flight, self.even, self.name, self.schedule, self.chunks))
+        return hash((self.stages, self.alike, self.extra_in_flight, self.even, self.name, self.pattern))
 
     def with_stages(self, changed: Mapping[int, CandidateStage]) -> "Candidate":
         """The candidate with other stages at these indices."""
         stages = tuple([changed.get(index, stage) for index, stage in enumerate(self.stages)])
-        return Candidate(
-            stages, self.alike, self.extra_in_flight, self.even, self.name, self.plan, self.schedule, self.chunks
-        )
+        return Candidate(stages, self.alike, self.extra_in_flight, self.even, self.name, self.plan, self.pattern)
 
     @cached_property
     def shape(self) -> object:
@@ -132,13 +133,15 @@ class Candidate:
         """Per stage, the device types in it."""
         return ((own.device_type for own in stage.groups) for stage in self.stages)
 
-    def is_executable(self, schedule: ScheduleName) -> bool:
+    @property
+    def is_executable(self) -> bool:
         """Whether the stages can do what the schedule asks of them: layers for all chunks, and something to put off."""
+        schedule, chunks = self.pattern
         if schedule == "zero_bubble" and any(stage.recompute == "full" for stage in self.stages):
             return False
-        if schedule != "ministages" and (self.chunks > 1) != (schedule == "interleaved"):
+        if schedule != "ministages" and (chunks > 1) != (schedule == "interleaved"):
             return False
-        return self.chunks == 1 or all(stage.layers >= self.chunks for stage in self.stages)
+        return chunks == 1 or all(stage.layers >= chunks for stage in self.stages)
 
     @cached_property
     def is_in_step(self) -> bool:
@@ -151,18 +154,15 @@ class Candidate:
 
 
 def to_candidate(
-    problem: Problem, stages: Sequence[tuple[int, int]], units: Sequence[Unit], combination: Combination
+    problem: Problem, stages: Iterable[tuple[int, int]], units: Sequence[Unit], combination: Combination
 ) -> Candidate:
     """Stages of (layers, number of units) as a candidate: units in line order, micro-batches by device type."""
-    formed, position = [], 0
+    formed, line = [], iter(units)
     for layers, size in stages:
-        own = units[position : position + size]
-        position += size
-        groups = merged(
-            [ReplicaGroup(unit.device_type, unit.tp, combination.micro_batches[unit.device_type], 1) for unit in own]
-        )
-        formed.append(CandidateStage(layers, groups, combination.recompute, problem.usual_zero))
-    return Candidate(tuple(formed))
+        sorts = Counter((unit.device_type, unit.tp) for unit in islice(line, size))
+        groups = [ReplicaGroup(k, tp, combination.micro_batches[k], number) for (k, tp), number in sorts.items()]
+        formed.append(CandidateStage(layers, merged(groups), combination.recompute, problem.usual_zero))
+    return Candidate(tuple(formed), pattern=Pattern(problem.schedule))
 
 
 def assign_units(candidate: Candidate, problem: Problem) -> list[list[tuple[Unit, int]]] | None:

@@ -1,13 +1,34 @@
 """Candidates made into plans that can be bound: samples divided by speed, microbatches in flight, ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, lru_cache, partial
+from typing import NamedTuple
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, assign_units
 from hethub.planner.candidate.samples import Worker, divide
 from hethub.planner.problem.problem import Problem, Unit
-from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, StageSpec
+from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
 from hethub.spec.ranges import split
+
+
+class Replica(NamedTuple):
+    """A replica with its load; microbatches held None for the default."""
+
+    unit: Unit
+    micro_batch: int
+    samples: int
+    held: int | None = None
+
+
+class StageChoice(NamedTuple):
+    """What a plan says of a stage beside its layers."""
+
+    replicas: Sequence[Replica]
+    zero: int
+    recompute: Recompute
+    offload: tuple[Offload, ...] = ()
+    state_shares: Mapping[int, float] = {}
+
 
 Assigned = Sequence[tuple[Unit, int]]  # a stage's units with their micro-batches
 # One of a group's replicas with its speed; and whether the stage is the model's first, and its last.
@@ -19,8 +40,8 @@ def materialize(
 ) -> PlanSpec | None:
     """The plan of a candidate with samples divided by speed; None where some replica would have no sample, or the
     machines cannot be divided so. `holds` are the microbatches in flight per stage, None for the default."""
-    schedule = candidate.schedule or problem.schedule
-    if max(candidate.replica_counts) > problem.batch.global_batch or not candidate.is_executable(schedule):
+    schedule, chunks = candidate.pattern
+    if max(candidate.replica_counts) > problem.batch.global_batch or not candidate.is_executable:
         return None
     assigned = assign_units(candidate, problem)
     if assigned is None:
@@ -28,15 +49,15 @@ def materialize(
     divided = _divided(candidate, assigned, problem, worker)
     if holds is None and schedule == "1f1b" and _nearly_even(divided):
         holds = range(len(candidate.stages), 0, -1)
-    stages, chunks = [], chunked([stage.layers for stage in candidate.stages], candidate.chunks)
+    stages = []
     for index, (stage, own, by_speed) in enumerate(zip(candidate.stages, assigned, divided, strict=True)):
         samples = [n + more for n, more in zip(by_speed, stage.nudges, strict=True)] if stage.nudges else by_speed
         if min(samples) < 1:
             return None
-        replicas = [(unit, micro_batch, count) for (unit, micro_batch), count in zip(own, samples, strict=True)]
-        modes = (stage.zero, stage.recompute, stage.offload)
-        stages.append(stage_spec(problem, chunks[index], replicas, *modes, held=holds[index] if holds else None))
-    return problem.plan(schedule, stages)
+        held = holds[index] if holds else None
+        replicas = [Replica(*placed, count, held) for placed, count in zip(own, samples, strict=True)]
+        stages.append(StageChoice(replicas, stage.zero, stage.recompute, stage.offload))
+    return plan_of(problem, schedule, [stage.layers for stage in candidate.stages], stages, chunks)
 
 
 def chunked(layers: Sequence[int], chunks: int) -> list[tuple[tuple[int, int], ...]]:
@@ -92,28 +113,29 @@ def _slowest(chain: Sequence[Worker]) -> Worker | None:
     return max(chain, key=lambda worker: worker.microbatch_seconds[-1])
 
 
-def stage_spec(
-    problem: Problem,
-    layers: tuple[tuple[int, int], ...],
-    replicas: Sequence[tuple[Unit, int, int]],
-    zero: int,
-    recompute: Recompute,
-    offload: tuple[Offload, ...],
-    state_shares: Mapping[int, float] = {},
-    held: int | None = None,
-) -> StageSpec:
-    """A stage of replicas with their micro-batches and samples. A single one has nothing to shard; a stage over islands
-    shards its optimizer state at least."""
-    islands = {problem.device_types[unit.device_type].island for unit, _, _ in replicas}
-    zero = 0 if len(replicas) == 1 else max(zero, 1 if len(islands) > 1 else 0)
+def plan_of(
+    problem: Problem, schedule: ScheduleName, layers: Sequence[int], stages: Iterable[StageChoice], chunks: int = 1
+) -> PlanSpec:
+    """The plan of stages of so many layers. A single replica has nothing to shard; a stage over islands shards its
+    optimizer state at least."""
+    return problem.plan(schedule, map(partial(_stage_spec, problem), chunked(layers, chunks), stages))
+
+
+def _stage_spec(problem: Problem, layers: tuple[tuple[int, int], ...], own: StageChoice) -> StageSpec:
+    islands = {problem.device_types[replica.unit.device_type].island for replica in own.replicas}
+    zero = 0 if len(own.replicas) == 1 else max(own.zero, 1 if len(islands) > 1 else 0)
     return StageSpec(
         layers=layers,
         replicas=tuple(
-            ReplicaSpec(ranks=unit.ranks, micro_batch=min(micro_batch, count), samples=count, in_flight=held)
-            for unit, micro_batch, count in replicas
+            _replica_spec(r.unit.ranks, min(r.micro_batch, r.samples), r.samples, r.held) for r in own.replicas
         ),
         zero=zero,
-        recompute=recompute,
-        state_shares=dict(state_shares) if zero else {},
-        offload=offload,
+        recompute=own.recompute,
+        state_shares=dict(own.state_shares) if zero else {},
+        offload=own.offload,
     )
+
+
+@lru_cache(maxsize=4096)
+def _replica_spec(ranks: tuple[int, ...], micro_batch: int, samples: int, held: int | None) -> ReplicaSpec:
+    return ReplicaSpec(ranks=ranks, micro_batch=micro_batch, samples=samples, in_flight=held)

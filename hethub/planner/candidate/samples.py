@@ -3,7 +3,8 @@
 import heapq
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +47,13 @@ def earliest_finish(total: int, per_sample: np.ndarray, numbers: np.ndarray) -> 
 def within(seconds: np.ndarray, per_sample: np.ndarray) -> np.ndarray:
     """[case, sort]: the samples that a replica ends in time."""
     return np.floor(seconds[:, None] / per_sample + 1e-9)
+
+
+def one_moved(numbers: Sequence[int], least: float = float("-inf")) -> Iterator[tuple[int, ...]]:
+    """The numbers with one taken from one of them, which keeps the least, and given to another."""
+    for giver, taker in permutations(range(len(numbers)), 2):
+        if numbers[giver] > least:
+            yield tuple(x - (i == giver) + (i == taker) for i, x in enumerate(numbers))
 
 
 def largest_able(is_able: Callable[[int], bool], most: int) -> int:

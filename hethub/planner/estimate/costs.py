@@ -10,13 +10,13 @@ import numpy as np
 
 from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
 from hethub.planner.candidate.samples import Worker
-from hethub.planner.estimate.memory_model import Coefficients, Mode, memory_model_of
-from hethub.planner.problem.problem import DeviceType, Problem
-from hethub.predictor.cost.cache import memoized
+from hethub.planner.estimate.memory_model import Coefficients, memory_model_of
+from hethub.planner.estimate.memory_probes import Mode
+from hethub.planner.problem.problem import Problem
+from hethub.predictor.cost.cache import layer_cost_of, memoized
 from hethub.predictor.cost.constants import is_cpu, packaged
-from hethub.predictor.cost.layer import LayerCost, PassSeconds
+from hethub.predictor.cost.layer import PassSeconds
 from hethub.predictor.cost.links import Network
-from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.predictor.cost.software import HETHUB, element_bytes, gradient_bytes
 from hethub.predictor.memory.parameters import RankParameters, rank_widths
 from hethub.predictor.memory.surroundings import communicator_bytes
@@ -40,13 +40,6 @@ class Rate(NamedTuple):
         return PassSeconds(forward, backward)
 
 
-def _layer_cost(problem: Problem, device_type: DeviceType) -> LayerCost:
-    """A device type's layer costs, measured where there is a profile of it."""
-    args = (problem.model, device_type.accelerator, problem.batch.seq_len, problem.batch.precision, problem.software)
-    measured = problem.profile and problem.profile.device(device_type.accelerator.name, problem.batch.precision)
-    return ProfiledLayerCost(*args).use(measured) if measured else LayerCost(*args)
-
-
 class UnitCosts:
     """Rates by device type, TP degree, micro-batch and recompute."""
 
@@ -56,7 +49,11 @@ class UnitCosts:
         self.width = element_bytes(HETHUB.math_precision(problem.batch.precision))
         self.memory = memory_model_of(problem)
         self._on_cpu = [is_cpu(device_type.accelerator) for device_type in problem.device_types]
-        self.layer_costs = [_layer_cost(problem, device_type) for device_type in problem.device_types]
+        batch, figures = problem.batch, (problem.software, problem.profile, packaged())
+        self.layer_costs = [
+            layer_cost_of(problem.model, device_type.accelerator, batch.seq_len, batch.precision, *figures)
+            for device_type in problem.device_types
+        ]
 
     @property
     def gradient_width(self) -> int:
@@ -67,7 +64,10 @@ class UnitCosts:
     def rate(self, device_type: int, tp: int, samples: int, recompute: Recompute) -> Rate:
         """Seconds per micro-batch of `samples` on a unit of `tp` ranks of the device type."""
         cost = self.layer_costs[device_type]
-        once = self.all_reduce(device_type, tp, samples)
+        tokens = samples * self.problem.batch.seq_len
+        once = self.all_reduce(device_type, tp, tokens * self.problem.model.hidden * self.width)
+        times, sizes = self.problem.software.loss_sums(tokens)
+        loss = times * sum(self.all_reduce(device_type, tp, each) for each in sizes)
         layer, embedding, head = cost.layer(samples, tp, recompute), cost.embedding(samples), cost.head(samples, 1 / tp)
         again = 2 * once if recompute == "full" else 0.0
         return Rate(
@@ -76,7 +76,7 @@ class UnitCosts:
                 layer.backward + self._sums_of_backward(device_type, tp, samples, once) + again,
             ),
             PassSeconds(embedding.forward + once, embedding.backward),
-            PassSeconds(head.forward + once, head.backward),
+            PassSeconds(head.forward + once + loss, head.backward),
         )
 
     def _sums_of_backward(self, device_type: int, tp: int, samples: int, once: float) -> float:
@@ -95,12 +95,10 @@ class UnitCosts:
         microbatches = accumulate((rate.microbatch(stage.layers, first, last).total for rate in rates), max)
         return Worker(group.micro_batch, tuple(microbatches))
 
-    def coefficients(
-        self, device_type: int, tp: int, micro_batch: int, recompute: Recompute, mode: Mode | None = None
-    ) -> Coefficients:
-        """What a rank of the device type needs of memory, by default at the usual ZeRO level under 1F1B."""
-        mode, on_cpu = mode or Mode(self.problem.usual_zero), self._on_cpu[device_type]
-        found = self.memory.coefficients(on_cpu, tp, micro_batch, recompute, mode)
+    def coefficients(self, device_type: int, tp: int, micro_batch: int, mode: Mode) -> Coefficients:
+        """What a rank of the device type needs of memory."""
+        on_cpu = self._on_cpu[device_type]
+        found = self.memory.coefficients(on_cpu, tp, micro_batch, mode)
         if self.problem.size > 1:
             return found
         # Probes have several ranks.
@@ -113,13 +111,12 @@ class UnitCosts:
         return cost.layer(samples, tp, recompute).backward * cost.weight_share(samples, 1 / tp)
 
     @memoized
-    def all_reduce(self, device_type: int, tp: int, samples: int) -> float:
-        """Seconds to sum a micro-batch's hidden states over a unit."""
+    def all_reduce(self, device_type: int, tp: int, num_bytes: float) -> float:
+        """Seconds to sum so much over a unit."""
         if tp == 1:
             return 0.0
         machines = self.problem.device_types[device_type].machines
         group = self.network.group(next(machine for machine in machines if len(machine) >= tp)[:tp])
-        num_bytes = samples * self.problem.batch.seq_len * self.problem.model.hidden * self.width
         return self.network.all_reduce(group, num_bytes, self.network.sharing(group))
 
     def layer_rate(self, device_type: int) -> float:

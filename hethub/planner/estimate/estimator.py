@@ -6,12 +6,12 @@ the slowest critical cycle that microbatches in flight allow; for many candidate
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import compress, groupby, repeat
+from itertools import compress, groupby
 from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Candidate, Pattern, merged
+from hethub.planner.candidate.candidate import PLAIN, Candidate, Pattern, merged
 from hethub.planner.estimate import in_flight
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.stage_figures import StageEstimate
@@ -24,15 +24,17 @@ SLOWER, PACES = 0.9, 10  # paces tried for fewer microbatches in flight where me
 
 
 class Estimate(NamedTuple):
-    """What is estimated of a candidate: its step, microbatches in flight per stage, whether they fit, the stage that
-    works longest, what it works at least, and what the estimate is not below, however many microbatches are in flight
-    under 1F1B or zero_bubble."""
+    """What is estimated of a candidate.
 
-    seconds: float
-    holds: tuple[int, ...]
-    fits: bool
-    slowest: int
-    floor: float
+    Microbatches in flight are by depth, or with extra in flight as many as the critical cycles need to run at the pace of
+    the busiest stage, where they fit; never fewer than the stage below holds.
+    """
+
+    seconds: float  # its step
+    holds: tuple[int, ...]  # microbatches in flight per stage
+    fits: bool  # whether every rank is within its memory by the closed form, or nearly so
+    slowest: int  # the stage whose busiest replica works longest
+    floor: float  # what `seconds` is not below, however many microbatches are in flight, under 1F1B or zero_bubble
 
 
 class Estimator:
@@ -50,7 +52,7 @@ class Estimator:
         """The estimated steps of all candidates at once. Asking for each is then for nothing."""
         asked = list(candidates)
         new = [candidate for candidate in dict.fromkeys(asked) if candidate not in self._estimated]
-        rows = self._rows.of(new, map(self.pattern, new))
+        rows = self._rows.of(new)
         ranked = sorted(zip(new, rows, strict=True), key=lambda own: len(own[1]))
         for _, alike in groupby(ranked, key=_depth):
             own, stages = zip(*alike, strict=True)
@@ -60,20 +62,11 @@ class Estimator:
     def seconds(self, candidate: Candidate) -> float:
         """The estimated step; infinite where a stage has more replicas than samples, or where it mixes what it must
         not."""
-        return self._of(candidate).seconds
-
-    def holds(self, candidate: Candidate) -> tuple[int, ...]:
-        """Microbatches in flight per stage: by depth, or with extra in flight as many as its critical cycles need to run at
-        the pace of the busiest stage, where they fit; never fewer than the stage below holds."""
-        return self._of(candidate).holds
+        return self.of(candidate).seconds
 
     def likely_fits(self, candidate: Candidate) -> bool:
-        """Whether every rank is within its memory by the closed form, or so near that only the evaluator can tell."""
-        return self._of(candidate).fits
-
-    def slowest(self, candidate: Candidate) -> int:
-        """The stage whose busiest replica works longest."""
-        return self._of(candidate).slowest
+        """Whether it fits, or so nearly that only the evaluator can tell."""
+        return self.of(candidate).fits
 
     def is_faster(self, candidate: Candidate, seconds: float) -> bool:
         """Whether the estimate is below `seconds` and the candidate likely fits."""
@@ -94,10 +87,6 @@ class Estimator:
             self.bound([candidate])
         return self._least[candidate]
 
-    def floor(self, candidate: Candidate) -> float:
-        """What the estimate is not below, however many microbatches are in flight, under 1F1B or zero_bubble."""
-        return self._of(candidate).floor
-
     def bound(self, candidates: Iterable[Candidate]) -> None:
         """Finds for all candidates at once what they compute at least."""
         new = [candidate for candidate in candidates if candidate not in self._least]
@@ -106,14 +95,15 @@ class Estimator:
 
     def least_in_passes(self, candidate: Candidate) -> float:
         """The same where every replica gathers new weights and steps between its microbatches, as under ministages."""
-        stages = self._rows.figures(self._rows.of([candidate], [Pattern("1f1b")]))
+        stages = self._rows.figures(self._rows.of([candidate], PLAIN))
         return float((stages.least + stages.finish).max())
 
     def samples(self, candidate: Candidate, index: int) -> list[int]:
         """About how many samples each of a stage's replicas takes, by groups."""
         return self._rows.divided_at(candidate, index).samples
 
-    def _of(self, candidate: Candidate) -> Estimate:
+    def of(self, candidate: Candidate) -> Estimate:
+        """All that is estimated of a candidate."""
         if candidate not in self._estimated:
             self.estimate([candidate])
         return self._estimated[candidate]
@@ -122,7 +112,7 @@ class Estimator:
         """Whether every replica can have a sample and no stage mixes what it must not."""
         return (
             max(candidate.replica_counts) <= self.problem.batch.global_batch
-            and candidate.is_executable(candidate.schedule or self.problem.schedule)
+            and candidate.is_executable
             and not self.problem.forbids_any(candidate.mixtures)
         )
 
@@ -151,7 +141,7 @@ class Estimator:
         p2p_seconds = p2p_seconds.reshape(len(candidates), -1)
         blank = np.arange(depth) < first[:, None]
         stages = self._stages(candidates, table, blank)
-        filled = np.array([self.pattern(candidate).schedule == "zero_bubble" for candidate in candidates])
+        filled = np.array([candidate.pattern.schedule == "zero_bubble" for candidate in candidates])
         trips = in_flight.round_trips(stages.microbatch, stages.microstep, p2p_seconds)
         return _SideBySide(candidates, table, first, blank, stages, p2p_seconds, trips, filled)
 
@@ -173,7 +163,7 @@ class Estimator:
         floor = (fill + stages.busy).max(axis=1) + first
         # Under zero_bubble, weights' gradients fill the drain.
         waits = np.where(own.filled[:, None], slack, gap + drain)
-        chunks = np.array([candidate.chunks for candidate in own.candidates])[:, None]
+        chunks = np.array([candidate.pattern.chunks for candidate in own.candidates])[:, None]
         covered = stages.covered
         if (chunks > 1).any():  # a microbatch goes on after a chunk
             between, beside = self._between_chunks(own, chunks)
@@ -199,7 +189,7 @@ class Estimator:
         those of their reduction that go beside their last backwards."""
         stages, depth = own.stages, own.rows.shape[1] - own.first[:, None]
         every = np.ceil(stages.microbatches)
-        all_at_once = np.array([self.pattern(candidate).holds_all for candidate in own.candidates])[:, None]
+        all_at_once = np.array([candidate.pattern.holds_all for candidate in own.candidates])[:, None]
         passing = np.where(all_at_once, every, every / np.maximum(1, every // depth))
         waits = in_flight.waits_between_chunks(stages, own.p2p_seconds, passing, chunks)
         # Interleaved, links carry both ways at once, and all chunks but the last to be done are reduced beside others.
@@ -207,10 +197,6 @@ class Estimator:
         beside = np.minimum(passing * stages.backward, stages.reduce) * (1 - 1 / chunks)
         waits = np.where(all_at_once, waits, np.maximum(waits, carried - stages.busy))
         return waits, np.where(all_at_once, stages.covered, np.maximum(stages.covered, beside))
-
-    def pattern(self, candidate: Candidate) -> Pattern:
-        """Its schedule and chunks."""
-        return Pattern(candidate.schedule or self.problem.schedule, candidate.chunks)
 
     def _stages(self, candidates: Sequence[Candidate], rows: np.ndarray, blank: np.ndarray) -> StageEstimate:
         """Every stage of every candidate by itself, and where replica i of every stage gets the same samples, what
@@ -225,7 +211,7 @@ class Estimator:
     def _held(self, own: "_SideBySide") -> tuple[np.ndarray, np.ndarray]:
         """Microbatches in flight [candidate, stage], and whether they fit [candidate]."""
         stages, filled, held = own.stages, own.filled, in_flight.default_in_flight(own.stages.microstep)
-        patterns = [self.pattern(candidate) for candidate in own.candidates]
+        patterns = [candidate.pattern for candidate in own.candidates]
         alone = np.array([pattern.schedule not in ("1f1b", "zero_bubble") for pattern in patterns])
         extra = np.array([candidate.extra_in_flight > 0 for candidate in own.candidates]) & own.several & ~alone
         if alone.any():
@@ -263,8 +249,7 @@ class Estimator:
         put off, as many as under the problem's schedule keep the gaps to be filled few; more, where wanted, leave none."""
         plain, trips = own.stages, own.trips
         if own.filled.any():
-            plainly = Pattern(self.problem.schedule)
-            rows = self._rows.of(own.candidates, repeat(plainly, len(own.candidates)))
+            rows = self._rows.of(own.candidates, Pattern(self.problem.schedule))
             table = [blanks * row[:1] + row for blanks, row in zip(own.first.tolist(), rows, strict=True)]
             plain = self._stages(own.candidates, np.array(table), own.blank)
             trips = in_flight.round_trips(plain.microbatch, plain.microstep, own.p2p_seconds)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import CandidateStage, Pattern
-from hethub.planner.estimate.memory_probes import FEW, Keeping, Load, ProbePlans, Probes
+from hethub.planner.candidate.candidate import PLAIN, Pattern
+from hethub.planner.estimate.memory_probes import FEW, Load, Mode, ProbePlans, Probes
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.software import HETHUB, element_bytes
@@ -20,7 +20,7 @@ from hethub.predictor.memory.parameters import RankParameters, rank_widths
 from hethub.predictor.memory.state import optimizer_bytes
 from hethub.spec.accelerator import Precision
 from hethub.spec.model import ModelSpec
-from hethub.spec.plan import Offload, Recompute, ScheduleName
+from hethub.spec.plan import Offload
 
 FIRST, MIDDLE, LAST, ONLY = range(4)
 ENDS = ((True, False), (False, False), (False, True), (True, True))  # whether embedding and head are there
@@ -30,31 +30,6 @@ PROBED_MICRO_BATCHES = (1, 4, 64)
 def position(first: bool, last: bool) -> int:
     """Where a stage is, as an index of a coefficient's last axis."""
     return ENDS.index((first, last))
-
-
-class Mode(NamedTuple):
-    """What beside micro-batch and recompute decides how much a rank keeps."""
-
-    zero: int = 1
-    schedule: ScheduleName = "1f1b"
-    chunks: int = 1
-    offload: tuple[Offload, ...] = ()
-
-    @staticmethod
-    def of(stage: CandidateStage, pattern: Pattern) -> "Mode":
-        """A stage's under a schedule. What 1F1B, GPipe and interleaved hold differs in the number of microbatches
-        alone."""
-        alike = pattern.schedule in ("gpipe", "interleaved")
-        schedule, chunks = Pattern("1f1b") if alike else pattern
-        return Mode(stage.zero, schedule, chunks, stage.offload)
-
-    @property
-    def layers(self) -> int:
-        """The fewest layers from which on a rank's bytes are linear in them: two where a layer's neighbours lie beside
-        it, one more where the state of a chunk alone is at hand."""
-        if self.schedule == "ministages":
-            return 2 * self.chunks
-        return 4 if self.zero >= 2 or self.offload or self.schedule == "layered" else 1
 
 
 class Coefficients(NamedTuple):
@@ -110,38 +85,36 @@ class MemoryModel:
     precision: Precision
 
     @memoized
-    def coefficients(self, on_cpu: bool, tp: int, micro_batch: int, recompute: Recompute, mode: Mode) -> Coefficients:
+    def coefficients(self, on_cpu: bool, tp: int, micro_batch: int, mode: Mode) -> Coefficients:
         """For one of `tp` ranks; between probed micro-batches by interpolation. Memory tells accelerators apart only by
         whether they are CPUs."""
         if "optimizer" in mode.offload:
             others: tuple[Offload, ...] = tuple(part for part in mode.offload if part != "optimizer")
-            plain = self.coefficients(on_cpu, tp, micro_batch, recompute, mode._replace(offload=others))
+            plain = self.coefficients(on_cpu, tp, micro_batch, mode._replace(offload=others))
             return self._without_optimizer(plain, tp, mode.zero)
-        if mode.schedule == "zero_bubble":  # which keeps as much as without, but for what is put off
-            plain = self.coefficients(on_cpu, tp, micro_batch, recompute, mode._replace(schedule="1f1b"))
+        if mode.pattern.schedule == "zero_bubble":  # which keeps as much as without, but for what is put off
+            plain = self.coefficients(on_cpu, tp, micro_batch, mode._replace(pattern=PLAIN))
             if "activations" in mode.offload:  # what is put off waits in host memory
                 return plain
-            late = self._probes(on_cpu, tp, mode.schedule, mode.chunks).deferred_wgrad(
-                Keeping(mode.zero, mode.offload, recompute)
-            )
+            late = self._probes(on_cpu, tp, mode.pattern).deferred_wgrad(mode)
             return plain._replace(layer_deferred_wgrad=np.full(4, micro_batch * late))
-        plainly = Mode(mode.zero)
+        plainly = Mode(mode.recompute, mode.zero)
         if micro_batch > 1 and mode != plainly and "activations" not in mode.offload:
             # What a mode keeps of the state does not depend on the microbatches.
             own, small, large = (
-                self.coefficients(on_cpu, tp, size, recompute, of)
+                self.coefficients(on_cpu, tp, size, of)
                 for size, of in ((1, mode), (1, plainly), (micro_batch, plainly))
             )
             return own.grown(micro_batch, small, large)
         if micro_batch > PROBED_MICRO_BATCHES[1] and mode != plainly:
-            first, few = (self.coefficients(on_cpu, tp, b, recompute, mode) for b in PROBED_MICRO_BATCHES[:2])
+            first, few = (self.coefficients(on_cpu, tp, b, mode) for b in PROBED_MICRO_BATCHES[:2])
             return first.along(few, (micro_batch - 1) / (PROBED_MICRO_BATCHES[1] - 1))
         if micro_batch in PROBED_MICRO_BATCHES:
-            one = None if micro_batch == 1 else self.coefficients(on_cpu, tp, 1, recompute, mode)
-            return _read(self._probes(on_cpu, tp, mode.schedule, mode.chunks), micro_batch, recompute, mode, one)
+            one = None if micro_batch == 1 else self.coefficients(on_cpu, tp, 1, mode)
+            return _read(self._probes(on_cpu, tp, mode.pattern), micro_batch, mode, one)
         low = max(b for b in PROBED_MICRO_BATCHES[:-1] if b <= micro_batch)
         high = PROBED_MICRO_BATCHES[PROBED_MICRO_BATCHES.index(low) + 1]
-        a, b = (self.coefficients(on_cpu, tp, size, recompute, mode) for size in (low, high))
+        a, b = (self.coefficients(on_cpu, tp, size, mode) for size in (low, high))
         return a.along(b, (micro_batch - low) / (high - low))
 
     def _without_optimizer(self, plain: Coefficients, tp: int, zero: int) -> Coefficients:
@@ -157,22 +130,21 @@ class MemoryModel:
 
     def state(self, on_cpu: bool, layers: int, zero: int) -> float:
         """Bytes of a stage alone, of one-rank replicas, before these share them; at ZeRO-0 they share none."""
-        return float(self._probes(on_cpu, 1, *Pattern("1f1b")).shared_state(layers, Keeping(zero))[ONLY])
+        return float(self._probes(on_cpu, 1, PLAIN).shared_state(layers, Mode(zero=zero))[ONLY])
 
     @memoized
-    def _probes(self, on_cpu: bool, tp: int, schedule: ScheduleName, chunks: int) -> Probes:
-        return Probes(ProbePlans(self.model, self.seq_len, self.precision, on_cpu, tp, schedule, chunks))
+    def _probes(self, on_cpu: bool, tp: int, pattern: Pattern) -> Probes:
+        return Probes(ProbePlans(self.model, self.seq_len, self.precision, on_cpu, tp, pattern))
 
 
-def _read(probes: Probes, micro_batch: int, recompute: Recompute, mode: Mode, one: Coefficients | None) -> Coefficients:
+def _read(probes: Probes, micro_batch: int, mode: Mode, one: Coefficients | None) -> Coefficients:
     """From few and twice as many layers, one and two microbatches in flight. Those of microbatches of `one` sample are
     known for more."""
-    keeping = Keeping(mode.zero, mode.offload, recompute)
     few, many = mode.layers, 2 * mode.layers
-    state = {x: probes.shared_state(x, keeping) for x in (few, many)}
-    rest = {x: probes.bytes(x, Load(micro_batch, 1), keeping) - state[x] / FEW for x in (few, many)}
+    state = {x: probes.shared_state(x, mode) for x in (few, many)}
+    rest = {x: probes.bytes(x, Load(micro_batch, 1), mode) - state[x] / FEW for x in (few, many)}
     if one is None:
-        two = {x: probes.bytes(x, Load(1, 2), keeping) - state[x] / FEW for x in (few, many)}
+        two = {x: probes.bytes(x, Load(1, 2), mode) - state[x] / FEW for x in (few, many)}
         layer_microbatch = (two[many] - rest[many] - two[few] + rest[few]) / few
         microbatch = two[few] - rest[few] - few * layer_microbatch
     else:

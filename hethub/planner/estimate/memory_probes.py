@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hethub.planner.candidate.candidate import PLAIN, CandidateStage, Pattern
 from hethub.planner.candidate.materialize import chunked
 from hethub.predictor import rank_memory
 from hethub.predictor.cost.cache import memoized
@@ -23,9 +24,9 @@ from hethub.predictor.memory.shards import Shard
 from hethub.predictor.memory.state import Moves, Resident, resident
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, NodeSpec
-from hethub.spec.layout.bind import ALL_IN_FLIGHT, Assignment, Layout
+from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.model import ModelSpec
-from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
+from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, StageSpec
 
 
 class Load(NamedTuple):
@@ -51,22 +52,39 @@ def probe_for(accelerator: AcceleratorSpec) -> AcceleratorSpec:
     return ON_CPU if is_cpu(accelerator) else PROBE
 
 
-class Keeping(NamedTuple):
-    """How a stage keeps its state and activations."""
+class Mode(NamedTuple):
+    """What beside the micro-batch decides how much of state and activations a rank keeps."""
 
-    zero: int
-    offload: tuple[Offload, ...] = ()
     recompute: Recompute = "none"
+    zero: int = 1
+    offload: tuple[Offload, ...] = ()
+    pattern: Pattern = PLAIN
+
+    @staticmethod
+    def of(stage: CandidateStage, pattern: Pattern) -> "Mode":
+        """A stage's under a schedule. What 1F1B, GPipe and interleaved hold differs in the number of microbatches
+        alone."""
+        alike = pattern.schedule in ("gpipe", "interleaved")
+        return Mode(stage.recompute, stage.zero, stage.offload, PLAIN if alike else pattern)
 
     @property
-    def of_state(self) -> "Keeping":
-        """What of it decides what stays on a rank."""
-        return Keeping(self.zero, tuple(part for part in self.offload if part != "activations"))
+    def layers(self) -> int:
+        """The fewest layers from which on a rank's bytes are linear in them: two where a layer's neighbours lie beside
+        it, one more where the state of a chunk alone is at hand."""
+        schedule, chunks = self.pattern
+        if schedule == "ministages":
+            return 2 * chunks
+        return 4 if self.zero >= 2 or self.offload or schedule == "layered" else 1
 
     @property
-    def of_work(self) -> "Keeping":
-        """What of it decides what microbatches need: not how replicas cut the state."""
-        return Keeping(0, ("activations",) if "activations" in self.offload else (), self.recompute)
+    def of_state(self) -> "Mode":
+        """What of it decides what stays on a rank under a schedule."""
+        return Mode(zero=self.zero, offload=tuple(part for part in self.offload if part != "activations"))
+
+    @property
+    def of_work(self) -> "Mode":
+        """What of it decides what microbatches need under a schedule: not how replicas cut the state."""
+        return Mode(self.recompute, 0, ("activations",) if "activations" in self.offload else ())
 
 
 class _ProbeLayout(Layout):
@@ -90,27 +108,26 @@ class ProbePlans:
     precision: Precision
     on_cpu: bool
     tp: int
-    schedule: ScheduleName
-    chunks: int
+    pattern: Pattern
 
     @memoized
-    def shards(self, num_stages: int, layers: int, keeping: Keeping, replicas: int) -> list[Shard]:
+    def shards(self, num_stages: int, layers: int, mode: Mode, replicas: int) -> list[Shard]:
         """By stage, the first rank's cut of it."""
-        layout = self.layout([LOADS[:replicas]] * num_stages, layers, keeping)
+        layout = self.layout([LOADS[:replicas]] * num_stages, layers, mode)
         width = element_bytes(HETHUB.math_precision(self.precision))
         widths = rank_widths(self.model, self.tp)[0]
         return [Shard(layout, stage, widths, HETHUB, width) for stage in range(num_stages)]
 
-    def layout(self, loads: Sequence[tuple[Load, ...]], layers: int, keeping: Keeping) -> Layout:
+    def layout(self, loads: Sequence[tuple[Load, ...]], layers: int, mode: Mode) -> Layout:
         """A plan with these replicas in each stage, neither checked nor bound: nobody but the memory's formulas sees it."""
-        cuts = chunked([layers] * len(loads), self.chunks)
+        cuts = chunked([layers] * len(loads), self.pattern.chunks)
         stages = tuple(
             StageSpec.model_construct(
                 layers=cuts[stage],
                 replicas=self._stage_replicas(stage, own),
-                recompute=keeping.recompute,
-                zero=keeping.zero,
-                offload=keeping.offload,
+                recompute=mode.recompute,
+                zero=mode.zero,
+                offload=mode.offload,
             )
             for stage, own in enumerate(loads)
         )
@@ -120,7 +137,7 @@ class ProbePlans:
             global_batch=sum(replica.samples for replica in stages[0].replicas),
             seq_len=self.seq_len,
             precision=self.precision,
-            schedule=self.schedule,
+            schedule=self.pattern.schedule,
             stages=stages,
         )
         return _ProbeLayout(plan, self.model, self._cluster)
@@ -137,7 +154,7 @@ class ProbePlans:
     def _stage_replicas(self, stage: int, loads: tuple[Load, ...]) -> tuple[ReplicaSpec, ...]:
         """A stage's, as many in each. All that a replica has is held at once where a schedule runs all forward first;
         else microbatches go before and after those held."""
-        all_held, tp = self.schedule in ALL_IN_FLIGHT, self.tp
+        all_held, tp = self.pattern.holds_all, self.tp
         return tuple(
             ReplicaSpec(
                 ranks=tuple(range(index * tp, (index + 1) * tp)),
@@ -155,63 +172,61 @@ class Probes:
 
     plans: ProbePlans
 
-    def bytes(self, layers: int, load: Load, keeping: Keeping, replicas: int = FEW) -> np.ndarray:
+    def bytes(self, layers: int, load: Load, mode: Mode, replicas: int = FEW) -> np.ndarray:
         """Of a rank of the first, a middle and the last of three stages, and of a stage alone, with so many layers each."""
-        return np.array([held for n in ALL_STAGES for held in self._stage_bytes(n, layers, load, keeping, replicas)])
+        return np.array([held for n in ALL_STAGES for held in self._stage_bytes(n, layers, load, mode, replicas)])
 
     @memoized
-    def shared_state(self, layers: int, keeping: Keeping) -> np.ndarray:
+    def shared_state(self, layers: int, mode: Mode) -> np.ndarray:
         """Of the same ranks, the state that replicas share, before they do: none at ZeRO-0. Read off those that hold
         least beside it."""
-        if not keeping.zero:
+        if not mode.zero:
             return np.zeros(4)
-        plain = keeping._replace(recompute="none")
+        plain = mode._replace(recompute="none")
         few, many = (self.bytes(layers, LOADS[0], plain, replicas) for replicas in (FEW, MANY))
         return (few - many) / (1 / FEW - 1 / MANY)
 
     @memoized
-    def deferred_wgrad(self, keeping: Keeping) -> float:
+    def deferred_wgrad(self, mode: Mode) -> float:
         """Bytes of one sample that one more microbatch on the first stage lets the second one, of one layer, put off."""
         one, two = ((load,) * FEW for load in LOADS[:2])
         first, second = (
-            rank_memory(self.plans.layout([above, one, one], 1, keeping), only=(FEW * self.plans.tp,))[0].bytes
+            rank_memory(self.plans.layout([above, one, one], 1, mode), only=(FEW * self.plans.tp,))[0].bytes
             for above in (one, two)
         )
         return float(second - first)
 
-    def _stage_bytes(self, num_stages: int, layers: int, load: Load, keeping: Keeping, replicas: int) -> list[float]:
+    def _stage_bytes(self, num_stages: int, layers: int, load: Load, mode: Mode, replicas: int) -> list[float]:
         """Of a rank of every stage."""
-        states = self._states(num_stages, layers, keeping.of_state, replicas)
-        found = self._at_work(num_stages, layers, load, keeping.of_work, states[0][1].moves)
+        states = self._states(num_stages, layers, mode.of_state, replicas)
+        found = self._at_work(num_stages, layers, load, mode.of_work, states[0][1].moves)
         return [
             float(sum(device_parts(shard, state, fullest, around).values()))
             for (shard, state), (fullest, around) in zip(states, found, strict=True)
         ]
 
     @memoized
-    def _states(self, num_stages: int, layers: int, keeping: Keeping, replicas: int) -> list[tuple[Shard, Resident]]:
+    def _states(self, num_stages: int, layers: int, mode: Mode, replicas: int) -> list[tuple[Shard, Resident]]:
         """By stage, what stays."""
         return [
             (shard, resident(shard, _assignment(shard, 0), on_cpu=self.plans.on_cpu))
-            for shard in self.plans.shards(num_stages, layers, keeping, replicas)
+            for shard in self.plans.shards(num_stages, layers, mode, replicas)
         ]
 
     @memoized
     def _at_work(
-        self, num_stages: int, layers: int, load: Load, keeping: Keeping, moves: Moves
+        self, num_stages: int, layers: int, load: Load, mode: Mode, moves: Moves
     ) -> list[tuple[Moment, dict[str, float]]]:
         """By stage, the fullest moment and what surrounds it; of the state only what moves changes them."""
         return [
             (peak(shard, place, needed.microbatches, moves), needed.around)
-            for shard, place, needed in self._works(num_stages, layers, load, keeping)
+            for shard, place, needed in self._works(num_stages, layers, load, mode)
         ]
 
     @memoized
-    def _works(
-        self, num_stages: int, layers: int, load: Load, keeping: Keeping
-    ) -> list[tuple[Shard, Assignment, Work]]:
+    def _works(self, num_stages: int, layers: int, load: Load, mode: Mode) -> list[tuple[Shard, Assignment, Work]]:
         """By stage, what microbatches need."""
-        shards = self.plans.shards(num_stages, layers, keeping, MANY)
+        shards = self.plans.shards(num_stages, layers, mode, MANY)
         places = [_assignment(shard, LOADS.index(load)) for shard in shards]
         return [
             (shard, place, work(shard, place, on_cpu=self.plans.on_cpu))

@@ -44,12 +44,11 @@ def fitted(candidate: Candidate, estimator: Estimator) -> Candidate | None:
     evened; None where one sample is too much."""
     if estimator.problem.constraints.micro_batch or not estimator.problem.capabilities.any_micro_batch:
         return None
-    last, holds, changed = len(candidate.stages) - 1, estimator.holds(candidate), {}
-    pattern = estimator.pattern(candidate)
+    last, holds, changed = len(candidate.stages) - 1, estimator.of(candidate).holds, {}
     for index, (stage, held) in enumerate(zip(candidate.stages, holds, strict=True)):
         place, sizes = position(index == 0, index == last), []
         for own, samples in zip(stage.groups, estimator.samples(candidate, index), strict=True):
-            most = estimator.times.largest(stage, own, place, pattern, held)
+            most = estimator.times.largest(stage, own, place, candidate.pattern, held)
             if not most:
                 return None
             sizes.append(most if most == own.micro_batch else even(samples, most))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, chains
+from hethub.planner.candidate.candidate import PLAIN, Candidate, CandidateStage, Pattern, ReplicaGroup, chains
 from hethub.planner.candidate.samples import earliest_finish, within
 from hethub.planner.estimate.memory_model import position
 from hethub.planner.estimate.stage_figures import Division, Placed, Room, StageEstimate
@@ -32,12 +32,12 @@ class StageRows:
         self._rooms = np.zeros((len(Room._fields), 0, 1))  # [figure, row, sort]
         self._divided: dict[object, Divided] = {}
 
-    def of(self, candidates: Iterable[Candidate], patterns: Iterable[Pattern]) -> list[list[int]]:
-        """The rows of every stage of every candidate under its pattern."""
+    def of(self, candidates: Iterable[Candidate], given: Pattern | None = None) -> list[list[int]]:
+        """The rows of every stage of every candidate, under a given pattern or its own."""
         known, found = self._rows, []
         new: list[Placed] = []
-        for candidate, pattern in zip(candidates, patterns, strict=True):
-            own, even = [], candidate.even
+        for candidate in candidates:
+            own, even, pattern = [], candidate.even, given or candidate.pattern
             for stage, place in _placed(candidate):
                 key = (stage.core, place, even, pattern)
                 row = known.get(key)
@@ -65,7 +65,7 @@ class StageRows:
             [(stage.core, place, candidate.even) for stage, place in _placed(candidate)] for candidate in candidates
         ]
         new = {
-            key: Placed(stage, key[1], key[2], Pattern("1f1b"))
+            key: Placed(stage, key[1], key[2], PLAIN)
             for candidate, keys in zip(candidates, every, strict=True)
             for stage, key in zip(candidate.stages, keys, strict=True)
             if key not in known

@@ -12,7 +12,8 @@ import numpy as np
 from hethub.planner.candidate.candidate import CandidateStage, Pattern, ReplicaGroup
 from hethub.planner.candidate.samples import earliest_finish, largest_able, within
 from hethub.planner.estimate.costs import UnitCosts, rank_parameters
-from hethub.planner.estimate.memory_model import ENDS, MIDDLE, Coefficients, Mode
+from hethub.planner.estimate.memory_model import ENDS, MIDDLE, Coefficients
+from hethub.planner.estimate.memory_probes import Mode
 from hethub.planner.estimate.stage_figures import Division, Placed, Room, Side, Sort, StageEstimate, Sums
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.cache import memoized
@@ -113,7 +114,7 @@ class StageTimes:
     def room(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, slack: float = 1.0) -> Room:
         """What one of the group's ranks has for microbatches, by the closed form."""
         shards = stage.ranks / own.tp if stage.zero else 1
-        at = self._coefficients(*own[:3], stage.recompute, Mode.of(stage, pattern), place)
+        at = self._coefficients(*own[:3], Mode.of(stage, pattern), place)
         return _room(at, stage.layers, shards, slack * self.problem.capacity(own.device_type))
 
     def largest(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, held: float) -> int:
@@ -249,9 +250,9 @@ class StageTimes:
         found = np.zeros(own.numbers.shape)
         for s, placed in enumerate(own.stages):
             if "activations" in placed.stage.offload:
-                plain = Mode(placed.stage.zero)
+                plain = Mode(placed.stage.recompute, placed.stage.zero)
                 for i, group in enumerate(placed.stage.groups):
-                    at = self._coefficients(*group[:3], placed.stage.recompute, plain, MIDDLE)
+                    at = self._coefficients(*group[:3], plain, MIDDLE)
                     found[s, i] = at.layer_microbatch * placed.stage.layers * self.host_seconds[group.device_type]
         return found
 
@@ -292,15 +293,13 @@ class StageTimes:
         kept = []
         for p in own.stages:
             mode = Mode.of(p.stage, p.pattern)
-            kept.append([self._coefficients(*g[:3], p.stage.recompute, mode, p.place) for g in p.stage.groups])
+            kept.append([self._coefficients(*g[:3], mode, p.place) for g in p.stage.groups])
         at = Coefficients(*np.array(_padded(kept, width, _NO_BYTES)).transpose(2, 0, 1))
         return _room(at, own.layers[:, None], own.shards, NEARLY * self._capacity[own.device_types])
 
     @memoized
-    def _coefficients(
-        self, device_type: int, tp: int, micro_batch: int, recompute: Recompute, mode: Mode, place: int
-    ) -> Coefficients:
-        at = self.costs.coefficients(device_type, tp, micro_batch, recompute, mode)
+    def _coefficients(self, device_type: int, tp: int, micro_batch: int, mode: Mode, place: int) -> Coefficients:
+        at = self.costs.coefficients(device_type, tp, micro_batch, mode)
         return Coefficients(*(float(part[place]) for part in at))  # type: ignore[arg-type]
 
     def _sums(self, own: Side) -> Sums:

@@ -70,7 +70,7 @@ class Evaluator:
     def evaluate(self, candidate: Candidate) -> Evaluation | None:
         """The candidate's plan with its memory and prediction, or None where it is no valid plan."""
         problem = self.problem
-        holds = self.costs.holds(candidate) if candidate.extra_in_flight else None
+        holds = self.costs.of(candidate).holds if candidate.extra_in_flight else None
         plan = candidate.plan or materialize(candidate, problem, self.costs.unit_costs.worker, holds)
         if plan is None or not keeps(plan, problem.constraints) or problem.forbids_any(candidate.mixtures):
             return None

@@ -16,8 +16,9 @@ STEADY = 1.05  # times the best step: up to there a plan may still have the smal
 class Incumbent:
     """The best of the candidates that were tried, each evaluated once, and the runners-up."""
 
-    def __init__(self, evaluator: Evaluator) -> None:
-        self.evaluator = evaluator
+    def __init__(self, problem: Problem, costs: Estimator | None = None, *, ignore_memory: bool = False) -> None:
+        self.problem, self.costs = problem, costs or Estimator(problem)
+        self.evaluator = Evaluator(problem, self.costs, ignore_memory=ignore_memory)
         self.tried: dict[Candidate, Evaluation | None] = {}
         self.fitting: dict[Candidate, Evaluation] = {}
         self.start: Evaluation | None = None  # the best before the search
@@ -25,14 +26,6 @@ class Incumbent:
         self.space_bound_seconds: float | None = None  # no plan of a space that was searched to its end is faster
         self.limit_seconds = self.problem.constraints.time_limit_seconds
         self._started = time.perf_counter()
-
-    @property
-    def problem(self) -> Problem:
-        return self.evaluator.problem
-
-    @property
-    def costs(self) -> Estimator:
-        return self.evaluator.costs
 
     @property
     def out_of_time(self) -> bool:

@@ -56,35 +56,19 @@ class ChainStage:
     """A stage of many branches, the modes of all its options as arrays."""
 
     def __init__(self, options: Sequence[StageOptions]) -> None:
-        every, self._number_of = _unlike(options)
+        every, number_of = _unlike(options)
         modes = [mode for own in every for mode in own.modes]
         self.microbatchings = every[0].microbatchings
         self.last_pass = modes[0].last_pass
         self.updates = np.stack([mode.updates for mode in modes])  # [mode, replica]
         self.seconds = np.stack([mode.seconds for mode in modes])  # [mode, pass, replica, samples]
         self.reductions = np.array([mode.reduction[:2] for mode in modes])
-        replicas = np.arange(self.seconds.shape[2])
-        largest = self.seconds[:, 0, replicas, self.microbatchings.sizes]  # [mode, microbatching, replica]
-        self.able = np.isfinite(largest).all(axis=2)
-        firsts = np.cumsum([0, *(len(own.modes) for own in every)])
-        self._first_of = firsts[self._number_of]
-        self._members = np.full((len(every), 2, max(len(own.modes) for own in every)), -1)
-        for number, own in enumerate(every):
-            for floor, members in enumerate(own.members):
-                self._members[number, floor, : len(members)] = members
+        self._first_of = np.cumsum([0, *(len(own.modes) for own in every)])[number_of]
 
     def rows(self, branches: np.ndarray, options: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The modes and the microbatchings that options of branches are."""
         modes, ways = np.divmod(options, len(self.microbatchings))
         return self._first_of[branches] + modes, ways
-
-    def members(self, branches: np.ndarray, options: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The options that those of floors stand for, each with the point it belongs to; less those beyond memory."""
-        floors, ways = np.divmod(options, len(self.microbatchings))
-        members = self._members[self._number_of[branches], floors]
-        able = (members >= 0) & self.able[self._first_of[branches][:, None] + members, ways[:, None]]
-        points, places = np.nonzero(able)
-        return points, members[points, places] * len(self.microbatchings) + ways[points]
 
     def of_samples(self, rows: np.ndarray, pass_index: int, dealt: "_Dealt") -> np.ndarray:
         """Seconds of each sample's microbatch in a pass: [point, sample]."""

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hethub.planner.candidate.materialize import Replica, StageChoice, plan_of
 from hethub.planner.exhaustive.chains import Chains
-from hethub.planner.exhaustive.stages import Mode, Shape, StageBounds, StageChoice, StageCosts, StageOptions, plan_of
+from hethub.planner.exhaustive.stages import Mode, Shape, StageBounds, StageCosts, StageOptions
 from hethub.spec.plan import PlanSpec
 
 AT_ONCE = 131_072  # points whose chains are bounded at once
@@ -56,12 +57,13 @@ class Point(NamedTuple):
     def plan(self) -> PlanSpec:
         costs = self.branch.costs
         choices: list[StageChoice] = []
-        held = self.held or [None] * len(self.options)
-        for stage, option, mode, most in zip(self.branch.stages, self.options, self.modes, held, strict=True):
+        default = [(None,) * len(units) for units in self.branch.shape]
+        every = zip(self.branch.shape, self.branch.stages, self.options, self.modes, self.held or default, strict=True)
+        for units, stage, option, mode, held in every:
             way = option % len(stage.microbatchings)
-            samples, sizes = stage.microbatchings.samples[way], stage.microbatchings.sizes[way]
-            choices.append(StageChoice(samples, sizes, mode.recompute, mode.zero, most))
-        return plan_of(costs.problem, costs.schedule, self.branch.shape, self.branch.layers, choices)
+            samples, sizes = (own[way].tolist() for own in stage.microbatchings[:2])
+            choices.append(StageChoice(list(map(Replica, units, sizes, samples, held)), mode.zero, mode.recompute))
+        return plan_of(costs.problem, costs.schedule, self.branch.layers, choices)
 
 
 class Points(NamedTuple):
@@ -81,9 +83,8 @@ class Points(NamedTuple):
         return [Point(branch, tuple(options[: len(branch.shape)])) for branch, options in chosen]
 
 
-def promising_floors(limit: float, branches: Sequence[Branch], most: int, above: float = 0.0) -> Points:
-    """The points of floors whose bound is below the limit and not below `above`, by their bounds; the smallest `most`
-    of them."""
+def promising(limit: float, branches: Sequence[Branch], most: int, above: float = 0.0) -> Points:
+    """The points whose bound is below the limit and not below `above`, by their bounds; the smallest `most` of them."""
     width = max((len(branch.shape) for branch in branches), default=0)
     none = Points(branches, np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros((0, width), dtype=np.int64))
     found, new, count = none, [none], 0
@@ -94,7 +95,7 @@ def promising_floors(limit: float, branches: Sequence[Branch], most: int, above:
             new.append(Points(branches, bounds, np.full(len(bounds), index), padded))
             count += len(bounds)
         if count > AT_ONCE or index == len(branches) - 1:
-            chained = _joined([_chained(*alike, limit)[0] for alike in _alike(_joined(new))] or [none])
+            chained = _joined([none, *_chained(_joined(new), limit)])
             found = _joined([found, chained.at(chained.bounds >= above)])
             found = found.at(np.argsort(found.bounds, kind="stable")[:most])
             new, count = [none], 0
@@ -103,48 +104,24 @@ def promising_floors(limit: float, branches: Sequence[Branch], most: int, above:
     return found
 
 
-def refined(points: Points, limit: float) -> Points:
-    """What points of floors stand for, by their bounds, where these are below the limit."""
-    every = _joined([points.at(slice(0)), *(_refined(*alike, limit) for alike in _alike(points))])
-    return every.at(np.argsort(every.bounds, kind="stable"))
-
-
 def _joined(parts: Sequence[Points]) -> Points:
     """The points of all parts."""
     return Points(parts[0].branches, *(np.concatenate(own) for own in list(zip(*parts, strict=True))[1:]))
 
 
-def _alike(points: Points) -> Iterator[tuple[Points, np.ndarray, Chains]]:
-    """The points by schedule and how many replicas their stages have, with the number of their branch in what bounds
-    them."""
-    owners, number_of = np.unique(points.owners, return_inverse=True)
-    sorts: dict[tuple[str, tuple[int, ...]], int] = {}
-    owned = (points.branches[owner] for owner in owners.tolist())
-    keys = ((branch.costs.schedule, tuple(map(len, branch.shape))) for branch in owned)
-    sort_of = np.array([sorts.setdefault(key, len(sorts)) for key in keys], dtype=np.int64)
-    for sort, (_, widths) in enumerate(sorts):
-        branches = [points.branches[owner] for owner in owners[sort_of == sort].tolist()]
-        p2p_costs = [[branch.p2p_seconds(above) for branch in branches] for above in range(len(widths) - 1)]
+def _chained(points: Points, limit: float) -> Iterator[Points]:
+    """The points whose chains are below the limit, with these bounds, by schedule and how many replicas their stages
+    have."""
+    alike: dict[object, list[int]] = {}
+    for owner in np.unique(points.owners).tolist():
+        branch = points.branches[owner]
+        alike.setdefault((branch.costs.schedule, tuple(map(len, branch.shape))), []).append(owner)
+    for owners in alike.values():
+        own, branches = points.at(np.isin(points.owners, owners)), [points.branches[owner] for owner in owners]
+        p2p_costs = [[branch.p2p_seconds(above) for branch in branches] for above in range(len(branches[0].shape) - 1)]
         chains = Chains(list(zip(*(branch.stages for branch in branches), strict=True)), p2p_costs)
-        rows = np.nonzero(sort_of[number_of] == sort)[0]
-        yield points.at(rows), np.cumsum(sort_of == sort)[number_of[rows]] - 1, chains
-
-
-def _chained(points: Points, numbers: np.ndarray, chains: Chains, limit: float) -> tuple[Points, np.ndarray]:
-    """Those whose chains are below the limit, with these bounds."""
-    bounds = np.maximum(points.bounds, chains.bounds(numbers, points.options))
-    rows = np.nonzero(bounds < limit)[0]
-    return points._replace(bounds=bounds).at(rows), numbers[rows]
-
-
-def _refined(points: Points, numbers: np.ndarray, chains: Chains, limit: float) -> Points:
-    """The points with the modes in place of their floors, one stage after the other."""
-    for stage, own in enumerate(chains.stages):
-        rows, options = own.members(numbers, points.options[:, stage])
-        points = points.at(rows)
-        points.options[:, stage] = options
-        points, numbers = _chained(points, numbers[rows], chains, limit)
-    return points
+        bounds = np.maximum(own.bounds, chains.bounds(np.searchsorted(owners, own.owners), own.options))
+        yield own._replace(bounds=bounds).at(bounds < limit)
 
 
 def branches_below(limit: float, costs: StageCosts, shape: Shape) -> list[tuple[float, Branch]]:

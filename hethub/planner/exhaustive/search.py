@@ -15,10 +15,10 @@ from operator import itemgetter
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, merged
 from hethub.planner.candidate.materialize import materialize
 from hethub.planner.evaluate.incumbent import Incumbent
-from hethub.planner.exhaustive.points import Branch, Point, Points, branches_below, promising_floors, refined
+from hethub.planner.exhaustive.points import Branch, Point, Points, branches_below, promising
 from hethub.planner.exhaustive.replay import Node, StageSeconds, ends_of, nodes_of
 from hethub.planner.exhaustive.shapes import excess, schedules_of, shapes_of
 from hethub.planner.exhaustive.stages import StageCosts
@@ -26,8 +26,8 @@ from hethub.planner.problem.problem import Problem
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
 
-AT_ONCE = 512  # floors' points whose modes are timed before the best of them are evaluated
-WINDOW = 131_072  # floors' points listed at once, by their bounds
+AT_ONCE = 512  # points timed before the best of them are evaluated
+WINDOW = 131_072  # points listed at once, by their bounds
 MOST_TIMED = 65_536
 FEW, GROWTH = 32, 4  # branches looked at first, and how many times as many each time after
 MOST_EVALUATED = 1000  # where memory holds few of them
@@ -44,12 +44,12 @@ def refuse_larger(problem: Problem) -> None:
         )
 
 
-def search_exhaustively(problem: Problem, incumbent: Incumbent) -> None:
+def search_exhaustively(incumbent: Incumbent) -> None:
     """Evaluates the plans of a small space that may be better than those known, the most promising ones first. The
     incumbent knows then what no plan of the space is below: the best plan where it was searched to its end,
     else the smallest bound that was not looked at."""
-    times = None if incumbent.evaluator.ignore_memory else incumbent.costs.times
-    costs = [StageCosts(problem, schedule, times) for schedule in schedules_of(problem)]
+    problem = incumbent.problem
+    costs = [StageCosts(problem, schedule, incumbent.costs.times) for schedule in schedules_of(problem)]
     shapes = list(shapes_of(problem))
     bounded = [
         own
@@ -107,7 +107,7 @@ class _Sweep:
             if self.is_over:
                 self.leave(least)
                 return
-            found = promising_floors(self.incumbent.best_seconds, branches, WINDOW, above)
+            found = promising(self.incumbent.best_seconds, branches, WINDOW, above)
             self._time(found)
             if len(found.bounds) < WINDOW:
                 return
@@ -117,16 +117,16 @@ class _Sweep:
             above = least = float(found.bounds[-1])
 
     def _time(self, found: Points) -> None:
-        """Times what points of floors stand for, in order of their bounds."""
+        """Times points in order of their bounds."""
         for first in range(0, len(found.bounds), AT_ONCE):
             if found.bounds[first] >= self.incumbent.best_seconds:
                 return
             if self.is_over:
                 self.leave(float(found.bounds[first]))
                 return
-            some = refined(found.at(slice(first, first + AT_ONCE)), self.incumbent.best_seconds)
-            self.left -= len(some.bounds)
-            timed = _timed(self.incumbent.problem, some.points(), self.orders)
+            some = found.at(slice(first, first + AT_ONCE)).points()
+            self.left -= len(some)
+            timed = _timed(self.incumbent.problem, some, self.orders)
             self.evaluate_timed(timed)
             self.near = heapq.nsmallest(DEEPENED, [*self.near, *timed], key=itemgetter(0))
 
@@ -209,8 +209,7 @@ def _candidate(point: Point, incumbent: Incumbent) -> Candidate:
         each = zip(units, spec.replicas, strict=True)
         groups = merged([ReplicaGroup(unit.device_type, unit.tp, r.micro_batch, 1) for unit, r in each])
         stages.append(CandidateStage(x, groups, mode.recompute, mode.zero))
-    schedule = None if plan.schedule == problem.schedule else plan.schedule
-    candidate = Candidate(tuple(stages), alike=False, schedule=schedule)
+    candidate = Candidate(tuple(stages), alike=False, pattern=Pattern(plan.schedule))
     if (usual := materialize(candidate, problem, incumbent.costs.unit_costs.worker, None)) is not None:
         for index, (stage, own, wanted) in enumerate(zip(stages, usual.stages, plan.stages, strict=True)):
             more = tuple(w.samples - r.samples for r, w in zip(own.replicas, wanted.replicas, strict=True))

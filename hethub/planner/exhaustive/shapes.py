@@ -57,12 +57,11 @@ def shapes_of(problem: Problem) -> Iterator[Shape]:
 
 def _is_allowed(problem: Problem, shape: Shape) -> bool:
     """Whether there are layers and samples for all, and constraints have nothing against it."""
-    given, widths = problem.constraints, set(map(len, shape))
+    replicas = list(map(len, shape))
     return (
         len(shape) <= problem.model.layers
-        and max(widths) <= problem.batch.global_batch
-        and given.pp in (None, len(shape))
-        and (given.dp is None or widths == {given.dp})
+        and max(replicas) <= problem.batch.global_batch
+        and problem.allows(replicas)
         and all(levels(problem, units) for units in shape)
         and not problem.forbids_any((unit.device_type for unit in units) for units in shape)
     )

@@ -2,13 +2,14 @@
 every mode."""
 
 from collections.abc import Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 
 from hethub.planner.candidate.candidate import CandidateStage, Pattern, ReplicaGroup, merged
+from hethub.planner.candidate.materialize import Replica, StageChoice, plan_of
 from hethub.planner.candidate.samples import largest_able
 from hethub.planner.estimate.memory_model import position
 from hethub.planner.estimate.stage_times import NEARLY, StageTimes
@@ -18,7 +19,7 @@ from hethub.predictor.cost.constants import packaged
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.state_costs import Reduction
 from hethub.spec.layout.bind import Layout
-from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
+from hethub.spec.plan import Recompute, ScheduleName
 from hethub.spec.schedule.microbatches import deal_sizes
 
 Units = tuple[Unit, ...]  # the replicas of a stage
@@ -161,11 +162,9 @@ class StageBounds(NamedTuple):
 
 
 class StageOptions(NamedTuple):
-    """All options of a stage [mode x microbatching]. The first of the modes are floors, which stand for those behind
-    them and are nowhere above; bounded are those of the floors, the first."""
+    """All options of a stage [mode x microbatching], with their bounds."""
 
     modes: tuple[Mode, ...]
-    members: tuple[tuple[int, ...], ...]  # by floor, the modes that it stands for
     microbatchings: Microbatchings
     bounds: StageBounds
     least: StageBounds  # what none of the bounds is below
@@ -174,25 +173,11 @@ class StageOptions(NamedTuple):
         return self.modes[option // len(self.microbatchings)]
 
 
-def floor_of(modes: Sequence[Mode]) -> Mode:
-    """A mode that is nowhere above these. They share the order of their actions, so no plan is shorter than with it in
-    their place."""
-    return modes[0]._replace(
-        seconds=np.minimum.reduce([mode.seconds for mode in modes]),
-        reduction=Reduction(*(min(own) for own in zip(*(mode.reduction for mode in modes), strict=True))),
-        updates=np.minimum.reduce([mode.updates for mode in modes]),
-    )
-
-
 def options_of(modes: Sequence[Mode], ways: Microbatchings) -> StageOptions:
     """The options of a stage from what it costs in every mode."""
-    sorts = [[index for index, mode in enumerate(modes) if (mode.zero >= 2) == rounds] for rounds in (False, True)]
-    members = [own for own in sorts if own]
-    floors = [floor_of([modes[index] for index in own]) for own in members]
-    behind = tuple(tuple(len(floors) + index for index in own) for own in members)
-    found = zip(*(bounds_of(floor, ways) for floor in floors), strict=True)
+    found = zip(*(bounds_of(mode, ways) for mode in modes), strict=True)
     bounds = StageBounds(*(np.concatenate(part) for part in found))
-    return StageOptions((*floors, *modes), behind, ways, bounds, bounds.least)
+    return StageOptions(tuple(modes), ways, bounds, bounds.least)
 
 
 def bounds_of(mode: Mode, ways: Microbatchings) -> StageBounds:
@@ -306,45 +291,10 @@ class StageCosts:
 
     def _costs(self, shape: Shape, layers: Sequence[int], zero: int, recompute: Recompute) -> PlanCosts:
         """The predictor's costs of any plan with these stages; what is read of them depends on no microbatch."""
-        total, options = self.problem.batch.global_batch, []
+        problem, choices = self.problem, []
         for units in shape:
-            able = levels(self.problem, units)
-            samples = (total - len(units) + 1, *(1,) * (len(units) - 1))
-            options.append(StageChoice(samples, (1,) * len(units), recompute, zero if zero in able else able[0]))
-        layout = Layout(
-            plan_of(self.problem, self.schedule, shape, layers, options), self.problem.model, self.problem.cluster
-        )
+            able, rest = levels(problem, units), problem.batch.global_batch - len(units) + 1
+            replicas = [Replica(unit, 1, 1 if index else rest) for index, unit in enumerate(units)]
+            choices.append(StageChoice(replicas, zero if zero in able else able[0], recompute))
+        layout = Layout(plan_of(problem, self.schedule, layers, choices), problem.model, problem.cluster)
         return PlanCosts(layout, self.problem.software, packaged(), self.problem.profile)
-
-
-class StageChoice(NamedTuple):
-    """What a plan says of a stage beside its layers and ranks; microbatches held None for the default."""
-
-    samples: Sequence[int]
-    sizes: Sequence[int]
-    recompute: Recompute
-    zero: int
-    held: Sequence[int] | None = None
-
-
-def plan_of(
-    problem: Problem, schedule: ScheduleName, shape: Shape, layers: Sequence[int], choices: Sequence[StageChoice]
-) -> PlanSpec:
-    """The plan of one choice per stage."""
-    start, stages = 0, []
-    for units, x, own in zip(shape, layers, choices, strict=True):
-        held: Sequence[int | None] = own.held or [None] * len(units)
-        replicas = tuple(
-            _replica(unit.ranks, int(size), int(count), most)
-            for unit, count, size, most in zip(units, own.samples, own.sizes, held, strict=True)
-        )
-        stages.append(
-            StageSpec(layers=((start, start + x),), replicas=replicas, zero=own.zero, recompute=own.recompute)
-        )
-        start += x
-    return problem.plan(schedule, stages)
-
-
-@lru_cache(maxsize=4096)
-def _replica(ranks: tuple[int, ...], size: int, count: int, most: int | None) -> ReplicaSpec:
-    return ReplicaSpec(ranks=ranks, micro_batch=size, samples=count, in_flight=most)

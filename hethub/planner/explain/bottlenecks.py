@@ -5,8 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from hethub.planner.candidate.candidate import Candidate
-from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
+from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.evaluate.processes import forked
 from hethub.planner.problem.problem import Problem
@@ -19,10 +18,10 @@ RELAXED = 1.1
 KNOWN = 8  # of the plans already found, evaluated again for every relaxation
 
 
-def bottlenecks(problem: Problem, incumbent: Incumbent, best: Evaluation, processes: int = 1) -> list[Bottleneck]:
+def bottlenecks(incumbent: Incumbent, best: Evaluation, processes: int = 1) -> list[Bottleneck]:
     """Every constraint with its effect, the strongest first."""
-    ranked = incumbent.ranked
-    candidates = [best.candidate, *(evaluation.candidate for evaluation in ranked[:KNOWN])]
+    problem = incumbent.problem
+    candidates = [best.candidate, *(evaluation.candidate for evaluation in incumbent.ranked[:KNOWN])]
     relaxed = _relaxations(problem)
     # The problem as it is goes along: what the same search gains there is the search's, not any constraint's.
     with forked(partial(_best_rate, candidates), [problem, *relaxed.values()], processes - 1) as results:
@@ -52,7 +51,7 @@ def _relaxations(problem: Problem) -> dict[str, Problem]:
 def _best_rate(candidates: list[Candidate], relaxed: Problem) -> float:
     """Tokens per second of the best plan of a relaxed problem: the best plans known, evaluated again, and what small
     changes then make of them; 0 where none of these fits there. A plan that is whole has a batch of its own."""
-    incumbent = Incumbent(Evaluator(relaxed, Estimator(relaxed)))
+    incumbent = Incumbent(relaxed)
     effort = replace(effort_for(relaxed), steps=6)
     incumbent.evaluator.microbatches_left = effort.microbatches
     for candidate in candidates:

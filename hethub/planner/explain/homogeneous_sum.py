@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.evaluate.processes import forked
 from hethub.planner.problem.problem import DeviceType, Problem
@@ -21,15 +19,15 @@ Alone = tuple[HomogeneousPart, ...] | None  # every device type's part; None whe
 
 def homogeneous_parts(problem: Problem, processes: int = 1) -> Alone:
     """The parts of the homogeneous sum of a question, whatever its plan; None where it is undefined."""
-    with homogeneous_parts_beside(problem, UnitCosts(problem), processes) as found:
+    with homogeneous_parts_beside(problem, processes) as found:
         return found()
 
 
 @contextmanager
-def homogeneous_parts_beside(problem: Problem, costs: UnitCosts, processes: int = 1) -> Iterator[Callable[[], Alone]]:
+def homogeneous_parts_beside(problem: Problem, processes: int = 1) -> Iterator[Callable[[], Alone]]:
     """What gives every device type alone with its part of the batch; None where the bound is undefined, a device type's part being no
     sample. With several processes the device types are planned beside what the caller does before it asks."""
-    parts = _parts(problem, costs)
+    parts = _parts(problem)
     if parts is None:
         yield lambda: None
         return
@@ -46,8 +44,9 @@ def makers_alone_tokens_per_second(alone: Alone) -> float | None:
 _Part = tuple[DeviceType, Problem]  # one device type of the whole problem, and the problem on it alone
 
 
-def _parts(problem: Problem, costs: UnitCosts) -> list[_Part] | None:
+def _parts(problem: Problem) -> list[_Part] | None:
     """Every device type with its part of the batch; None where one's is no sample."""
+    costs = UnitCosts(problem)
     weights = [device_type.size * costs.layer_rate(index) for index, device_type in enumerate(problem.device_types)]
     found = []
     for index, (device_type, weight) in enumerate(zip(problem.device_types, weights, strict=True)):
@@ -71,8 +70,8 @@ def _alone(part: _Part) -> HomogeneousPart | None:
     """The device type's best plan, as `auto` finds it; where nothing fits, its best plan without a memory limit, marked so."""
     device_type, problem = part
     for lifted in (False, True):
-        incumbent = Incumbent(Evaluator(problem, Estimator(problem), ignore_memory=lifted))
-        best = search(problem, incumbent, effort_for(problem))
+        incumbent = Incumbent(problem, ignore_memory=lifted)
+        best = search(incumbent, effort_for(problem))
         if best is not None:
             return HomogeneousPart(
                 accelerator=device_type.accelerator.name,

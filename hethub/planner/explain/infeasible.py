@@ -4,10 +4,9 @@ it."""
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
-from hethub.planner.generate import cuts, modes
+from hethub.planner.generate import modes
+from hethub.planner.generate.cuts import best_cuts
 from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.auto import thriftiest
@@ -23,10 +22,10 @@ class Change(NamedTuple):
     problem: Problem
 
 
-def nothing_fits(problem: Problem, incumbent: Incumbent, strategy: str) -> str:
+def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
     """One paragraph: the plan that came closest, by how many bytes it misses on which accelerators, and what would
     help."""
-    closest = incumbent.closest
+    problem, closest = incumbent.problem, incumbent.closest
     if closest is None and incumbent.out_of_time:
         return (
             f"constraints.time_limit_seconds {problem.constraints.time_limit_seconds:g} ended the search before a plan that fits "
@@ -88,11 +87,11 @@ def verified(problem: Problem) -> list[Change]:
 
 def _fits(change: Change) -> bool:
     """Whether a plan is found among the thriftiest cuts, in any mode."""
-    problem, costs = change.problem, Estimator(change.problem)
-    incumbent = Incumbent(Evaluator(problem, costs))
+    problem, incumbent = change.problem, Incumbent(change.problem)
+    costs = incumbent.costs
     few = thriftiest(problem, tabulate(problem, costs.unit_costs))
-    found = cuts.propose(problem, costs, table=few, number=TRIED)
-    for candidate in sorted(modes.propose(problem, costs, list(found)), key=costs.seconds)[:TRIED]:
+    found = modes.propose(problem, costs, best_cuts(problem, few, TRIED).cuts)
+    for candidate in sorted(found, key=costs.seconds)[:TRIED]:
         incumbent.consider(candidate)
         if incumbent.fitting:
             return True

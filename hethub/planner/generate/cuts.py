@@ -1,8 +1,8 @@
 """The best equal cuts over all settings by rough estimate, without looking at settings that cannot be among them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -11,11 +11,10 @@ import numpy as np
 from hethub.planner.candidate.candidate import Candidate, to_candidate
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.equal import Arrangements, Stages, cut_equally, room_for
-from hethub.planner.generate.table import Line, Table, orders, tabulate
-from hethub.planner.problem.problem import Combination, Problem
+from hethub.planner.generate.table import Table, orders, tabulate
+from hethub.planner.problem.problem import Problem
 
 PER_SORT = 3  # cuts kept of one combination or number of stages, so that the finalists differ
-PROPOSED = 96  # cuts
 ESTIMATE_ERR = 1.4  # rough estimates leave out reductions and waits; never off by more than this where checked
 PURE_CUTS = 32  # kept of those whose stages hold one device type each
 FIRST_LOOK, BATCH = 512, 4096  # lines cut at once
@@ -23,23 +22,19 @@ FIRST_LOOK, BATCH = 512, 4096  # lines cut at once
 SIDE_BY_SIDE = -1  # in place of an order
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A cut with its setting and estimated step."""
+class Cut(NamedTuple):
+    """A cut with its estimated step: which combination's line of units, in which order (`Lines`), and every stage's
+    layers."""
 
     seconds: float
     row: int
-    combination: Combination
-    line: Line
+    order: int
     layers: tuple[int, ...]
-
-    def candidate(self, problem: Problem) -> Candidate:
-        sizes = [(layers, self.line.replicas) for layers in self.layers]
-        return to_candidate(problem, sizes, self.line.units(problem, self.combination.degrees), self.combination)
 
 
 class Lines(NamedTuple):
-    """Lines of equally many replicas per stage, as arrays: combination, order (an index, or side by side), stages."""
+    """Units lined up into stages of equally many replicas, as arrays: combination, number of stages, and order, the index of
+    one in which device type comes after device type, or side by side, where every stage holds the same mixture of them."""
 
     rows: np.ndarray
     orders: np.ndarray
@@ -55,52 +50,47 @@ class Lines(NamedTuple):
 class Best(NamedTuple):
     """The best cuts of all, and of those whose stages hold one device type each; best first."""
 
-    cuts: list[Entry]
-    pure: list[Entry]
+    cuts: list[Candidate]
+    pure: list[Candidate]
 
 
 class _Kept:
-    """The `number` best entries so far, few of each combination, or of each number of stages, and below which estimate
+    """The `number` best cuts so far, few of each combination, or of each number of stages, and below which estimate
     a new one would enter."""
 
     def __init__(self, number: int, *, by_depth: bool = False) -> None:
         self.number, self.limit, self.worst = number, float("inf"), float("inf")
         self.by_depth = by_depth
-        self.entries: list[Entry] = []
+        self.cuts: list[Cut] = []
 
-    def add(self, lines: Lines, seconds: np.ndarray, entry: Callable[[int], Entry]) -> None:
-        """Takes in what is good enough of some cuts, given their lines and estimates; `entry` makes one by index."""
+    def add(self, lines: Lines, arranged: Arrangements, layers: np.ndarray, seconds: np.ndarray) -> None:
+        """Takes in what is good enough of some lines, arranged and with so many layers [stage]."""
         near = np.flatnonzero(seconds < self.worst)
         sort = (lines.stages if self.by_depth else lines.rows)[near]
         new = zip(seconds[near].tolist(), sort.tolist(), near.tolist(), strict=True)
-        old: list[tuple[float, int, Entry | int]] = [
-            (entry.seconds, len(entry.layers) if self.by_depth else entry.row, entry) for entry in self.entries
+        old: list[tuple[float, int, Cut | int]] = [
+            (cut.seconds, len(cut.layers) if self.by_depth else cut.row, cut) for cut in self.cuts
         ]
         per_sort: Counter[int] = Counter()
-        kept: list[Entry] = []
-        for _, own, one in sorted([*old, *new], key=itemgetter(0)):
+        kept: list[Cut] = []
+        for estimate, own, one in sorted([*old, *new], key=itemgetter(0)):
             if len(kept) == self.number:
                 break
             if per_sort[own] < PER_SORT:
                 per_sort[own] += 1
-                kept.append(one if isinstance(one, Entry) else entry(one))
-        self.entries = kept
+                if not isinstance(one, Cut):
+                    stages = layers[arranged.stages.first[one] : arranged.stages.last[one] + 1]
+                    one = Cut(estimate, int(lines.rows[one]), int(lines.orders[one]), tuple(stages.tolist()))
+                kept.append(one)
+        self.cuts = kept
         if kept:
             self.worst = kept[-1].seconds if len(kept) == self.number else float("inf")
             self.limit = min(self.worst, ESTIMATE_ERR * kept[0].seconds)
 
 
-def propose(
-    problem: Problem,
-    costs: Estimator,
-    *,
-    table: Table | None = None,
-    number: int = PROPOSED,
-) -> Iterator[Candidate]:
+def propose(problem: Problem, costs: Estimator, number: int) -> list[Candidate]:
     """The best cuts over all settings, best first."""
-    table = tabulate(problem, costs.unit_costs) if table is None else table
-    for entry in best_cuts(problem, table, number).cuts:
-        yield entry.candidate(problem)
+    return best_cuts(problem, tabulate(problem, costs.unit_costs), number).cuts
 
 
 def best_cuts(problem: Problem, table: Table, number: int, *, by_depth: bool = False) -> Best:
@@ -125,11 +115,27 @@ def best_cuts(problem: Problem, table: Table, number: int, *, by_depth: bool = F
             some = lines.at(own[worth])
             arranged = compositions(table, some, tried)
             cuts = cut_equally(problem, table, arranged)
-            found = _Found(table, some, tried, cuts.layers, arranged.stages.first, cuts.seconds)
-            kept.add(found.lines, found.seconds, found.entry)
-            kept_pure.add(found.lines, np.where(pure[worth], found.seconds, np.inf), found.entry)
+            kept.add(some, arranged, cuts.layers, cuts.seconds)
+            kept_pure.add(some, arranged, cuts.layers, np.where(pure[worth], cuts.seconds, np.inf))
         start, stop = stop, stop + BATCH
-    return Best(kept.entries, kept_pure.entries)
+    candidate = partial(_candidate, problem, table, tried)
+    return Best(list(map(candidate, kept.cuts)), list(map(candidate, kept_pure.cuts)))
+
+
+def _candidate(problem: Problem, table: Table, tried: Sequence[tuple[int, ...]], cut: Cut) -> Candidate:
+    """A cut with its units: device type after device type, or of each as many in every stage."""
+    combination, stages = table.combinations[cut.row], len(cut.layers)
+    beside = cut.order == SIDE_BY_SIDE
+    order = sorted(table.used) if beside else tried[cut.order]
+    own = [problem.units(device_type, combination.degrees[device_type]) for device_type in order]
+    parts = stages if beside else 1
+    units = [
+        unit
+        for s in range(parts)
+        for some in own
+        for unit in some[s * len(some) // parts : (s + 1) * len(some) // parts]
+    ]
+    return to_candidate(problem, [(layers, len(units) // stages) for layers in cut.layers], units, combination)
 
 
 def _all_lines(problem: Problem, table: Table, num_orders: int) -> Lines:
@@ -179,27 +185,3 @@ def compositions(table: Table, lines: Lines, tried: Sequence[tuple[int, ...]]) -
     beside = np.flatnonzero((lines.orders == SIDE_BY_SIDE).take(stages.of))
     composition[:, beside] = (counts // lines.stages[:, None]).T.take(stages.of[beside], axis=1)
     return Arrangements(lines.rows, stages, composition)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """Lines with the layers of their stages and estimated steps, infinite where nothing fits."""
-
-    table: Table
-    lines: Lines
-    tried: Sequence[tuple[int, ...]]
-    layers: np.ndarray
-    first: np.ndarray  # [line]: its first stage
-    seconds: np.ndarray
-
-    def entry(self, index: int) -> Entry:
-        row, order, stages = (int(part[index]) for part in self.lines)
-        beside = order == SIDE_BY_SIDE
-        device_types = tuple(sorted(self.table.used)) if beside else self.tried[order]
-        return Entry(
-            seconds=float(self.seconds[index]),
-            row=row,
-            combination=self.table.combinations[row],
-            line=Line(device_types, int(self.table.units[row]) // stages, beside),
-            layers=tuple(self.layers[self.first[index] :][:stages].tolist()),
-        )

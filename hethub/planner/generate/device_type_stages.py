@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.stage_layouts import DeviceTypeLayouts, Ends, Goals
-from hethub.planner.generate.table import Table, orders, tabulate
+from hethub.planner.generate.table import Table, orders
 from hethub.planner.problem.problem import Problem
 
 DEADLINES = (1.02, 1.06, 1.12, 1.2, 1.32, 1.5)  # times perfect balance
@@ -25,11 +25,8 @@ MOST_CANDIDATES = 64
 DeviceTypes = frozenset[int]
 
 
-def propose(
-    problem: Problem, costs: Estimator, *, table: Table | None = None, limit_seconds: float = float("inf")
-) -> list[Candidate]:
+def propose(problem: Problem, costs: Estimator, table: Table, limit_seconds: float = float("inf")) -> list[Candidate]:
     """Plans that meet goals, the promising ones first; no deadline is beyond the limit."""
-    table = tabulate(problem, costs.unit_costs) if table is None else table
     balanced_seconds = float(table.bound[0])  # what perfect balance takes
     deadlines = [balanced_seconds * times for times in DEADLINES if balanced_seconds * times < limit_seconds]
     microsteps = [microstep for microstep in MICROSTEPS if LEAST_MICROSTEPS * microstep <= problem.batch.global_batch]
@@ -123,4 +120,4 @@ class SubsetSearch:
             left, stages, layers = left - {device_type}, stages - number, layers - own
             found += self.device_types[device_type].stages(number, self._ends(left, device_type), goal, stages, own)
             state = self.states[left]
-        return Candidate(tuple(found))
+        return Candidate(tuple(found), pattern=Pattern(self.problem.schedule))

@@ -48,9 +48,9 @@ class _Line(NamedTuple):
     recompute: Recompute
     pattern: Pattern
 
-    def at(self, rung: Rung, problem: Problem) -> Candidate:
+    def at(self, rung: Rung) -> Candidate:
         """The candidate in this mode."""
-        return under(self.pattern, _kept(self.candidate, self.recompute, rung), problem)
+        return replace(_kept(self.candidate, self.recompute, rung), pattern=self.pattern, extra_in_flight=0)
 
 
 @lru_cache(maxsize=8)  # its patterns are asked one after the other, and like stages are most of a candidate's
@@ -60,12 +60,6 @@ def _kept(candidate: Candidate, recompute: Recompute, rung: Rung) -> Candidate:
         stage: replace(stage, recompute=recompute, zero=rung.zero, offload=rung.offload) for stage in candidate.stages
     }
     return replace(candidate, stages=tuple(map(changed.__getitem__, candidate.stages)))
-
-
-def under(pattern: Pattern, candidate: Candidate, problem: Problem, extra_in_flight: int = 0) -> Candidate:
-    """The candidate under another schedule. The problem's own has one spelling, so that no plan is looked at twice."""
-    schedule = None if pattern.schedule == problem.schedule else pattern.schedule
-    return replace(candidate, schedule=schedule, chunks=pattern.chunks, extra_in_flight=extra_in_flight)
 
 
 def propose(
@@ -86,7 +80,7 @@ def propose(
     first = dict.fromkeys(lines, 0.0)  # seconds of a line in the first mode
     for rung in dict.fromkeys((ladder[0], ladder[-1], *ladder)):  # where the last is not enough, nothing is
         reached = {line: below for line, below in reached.items() if first[line] < GAIN * shortest}
-        asked = {line.at(rung, problem): line for line, below in reached.items() if not any(map(rung.is_beyond, below))}
+        asked = {line.at(rung): line for line, below in reached.items() if not any(map(rung.is_beyond, below))}
         costs.bound(asked)
         asked = {candidate: line for candidate, line in asked.items() if costs.least(candidate) < shortest}
         costs.estimate(asked)
@@ -111,7 +105,7 @@ def thriftiest(problem: Problem, cuts: Iterable[Candidate]) -> Iterator[Candidat
     last, recompute = rungs(problem)[-1], problem.recomputes[-1]
     for candidate in cuts:
         for pattern in patterns(problem, candidate):
-            yield _Line(candidate, recompute, pattern).at(last, problem)
+            yield _Line(candidate, recompute, pattern).at(last)
 
 
 def rungs(problem: Problem) -> list[Rung]:

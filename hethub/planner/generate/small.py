@@ -9,9 +9,10 @@ from itertools import islice, product
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, to_candidate
+from hethub.planner.candidate.samples import one_moved
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.equal import Arrangements, Stages, cut_equally
-from hethub.planner.generate.table import Table, tabulate
+from hethub.planner.generate.table import Table
 from hethub.planner.problem.problem import Combination, Problem, Unit
 from hethub.predictor.cost.cache import memoized
 
@@ -66,15 +67,10 @@ _Waiting = tuple[float, int, _Arrangement, Iterator[tuple[float, _Arrangement]]]
 
 
 def propose(
-    problem: Problem,
-    costs: Estimator,
-    *,
-    table: Table | None = None,
-    limit_seconds: float = float("inf"),
+    problem: Problem, costs: Estimator, table: Table, limit_seconds: float = float("inf")
 ) -> Iterator[Candidate]:
     """Cuts of ordered partitions of few units, estimated: the partitions that can be fastest first, as long as these
     may be better than the limit and the estimates so far, until many were estimated."""
-    table = tabulate(problem, costs.unit_costs) if table is None else table
     shortest, estimated = limit_seconds, 0
 
     def noted(candidate: Candidate) -> Candidate:
@@ -91,7 +87,7 @@ def propose(
         costs.estimate(balanced)
         yield from map(noted, balanced)
         near = [of for candidate, of in balanced.items() if costs.seconds(candidate) <= WORTH_MOVING * shortest]
-        costs.estimate(of.candidate(cut) for of in near for cut in _near(of.layers))
+        costs.estimate(of.candidate(cut) for of in near for cut in one_moved(of.layers, least=1))
         for of in near:
             yield from map(noted, _downhill(of, costs))
         if estimated > MOST_ESTIMATED:
@@ -130,7 +126,7 @@ def _cut(problem: Problem, table: Table, row: int, limit: float) -> Iterator[tup
     without communication; those of the fewest seconds first."""
     combination, examples = table.combinations[row], table.examples[row]
     counts = tuple(table.counts[row, : len(examples)].tolist())
-    allowed = [composition for composition in ordered_partitions(counts) if _is_allowed(problem, composition)]
+    allowed = [composition for composition in ordered_partitions(counts) if problem.allows(list(map(sum, composition)))]
     if not allowed:
         return
     stages = Stages(np.array([len(composition) for composition in allowed]))
@@ -151,24 +147,10 @@ def _downhill(of: _Arrangement, costs: Estimator) -> Iterator[Candidate]:
     seen = {layers: costs.seconds(of.candidate(layers))}
     while True:
         least = seen[layers]
-        new = {near: of.candidate(near) for near in _near(layers) if near not in seen}
+        new = {near: of.candidate(near) for near in one_moved(layers, least=1) if near not in seen}
         costs.estimate(new.values())
         seen.update((near, costs.seconds(candidate)) for near, candidate in new.items())
         yield from new.values()
         layers = min(seen, key=seen.__getitem__)
         if seen[layers] >= least:
             return
-
-
-def _is_allowed(problem: Problem, composition: Composition) -> bool:
-    """Whether fixed degrees allow these stages."""
-    given = problem.constraints
-    return given.pp in (None, len(composition)) and all(given.dp in (None, sum(stage)) for stage in composition)
-
-
-def _near(layers: Layers) -> Iterator[Layers]:
-    """The cuts with one layer moved."""
-    for giver in range(len(layers)):
-        for taker in range(len(layers)):
-            if giver != taker and layers[giver] > 1:
-                yield tuple(x - (i == giver) + (i == taker) for i, x in enumerate(layers))

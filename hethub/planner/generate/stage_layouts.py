@@ -14,6 +14,7 @@ from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
 from hethub.planner.estimate.costs import rank_parameters
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import FIRST, LAST, MIDDLE, Coefficients
+from hethub.planner.estimate.memory_probes import Mode
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.cache import memoized
 from hethub.spec.plan import Recompute
@@ -161,7 +162,8 @@ class DeviceTypeLayouts:
             return [part.total for part in unit_costs.rate(self.device_type, tp, size, mode)]
 
         @cache
-        def memory(tp: int, size: int, mode: Recompute) -> np.ndarray:
+        def memory(tp: int, size: int, recompute: Recompute) -> np.ndarray:
+            mode = Mode(recompute, self.problem.usual_zero)
             return np.array(unit_costs.coefficients(self.device_type, tp, size, mode))
 
         asked = [

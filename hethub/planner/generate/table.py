@@ -13,35 +13,12 @@ import numpy as np
 
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.memory_model import Coefficients
+from hethub.planner.estimate.memory_probes import Mode
 from hethub.planner.problem.problem import Combination, Problem, Unit
 from hethub.predictor.cost.cache import memoized
 from hethub.spec.plan import Recompute
 
 MOST_DEGREES = 1024  # choices of a TP degree for every device type
-
-
-@dataclass(frozen=True)
-class Line:
-    """How units line up into stages of `replicas` each: device type after device type in `order`, or side by side, where every stage
-    holds the same mixture of device types."""
-
-    order: tuple[int, ...]
-    replicas: int
-    side_by_side: bool = False
-
-    def units(self, problem: Problem, degrees: tuple[int, ...]) -> tuple[Unit, ...]:
-        """The units from the first stage to the last."""
-        own = [problem.units(device_type, degrees[device_type]) for device_type in self.order]
-        if not self.side_by_side:
-            return tuple(unit for units in own for unit in units)
-        stages = sum(map(len, own)) // self.replicas
-        runs = [len(units) // stages for units in own]
-        return tuple(
-            unit
-            for s in range(stages)
-            for units, run in zip(own, runs, strict=True)
-            for unit in units[s * run : (s + 1) * run]
-        )
 
 
 def orders(problem: Problem, used: Collection[int]) -> list[tuple[int, ...]]:
@@ -217,5 +194,7 @@ class _Records:
         rate = self.costs.rate(device_type, tp, micro_batch, recompute)
         layer, embedding, head = (part.total / micro_batch for part in rate)
         self.figures.append((layer, embedding, head, rate.layer.total, self.problem.capacity(device_type)))
-        self.memory.append(self.costs.coefficients(device_type, tp, micro_batch, recompute))
+        self.memory.append(
+            self.costs.coefficients(device_type, tp, micro_batch, Mode(recompute, self.problem.usual_zero))
+        )
         return len(self.memory) - 1

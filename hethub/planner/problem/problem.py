@@ -146,6 +146,11 @@ class Problem:
         largest = self._largest[device_type]
         return micro_batch if largest is None else min(micro_batch, largest)
 
+    def allows(self, replicas: Sequence[int]) -> bool:
+        """Whether fixed degrees allow stages of so many replicas."""
+        given = self.constraints
+        return given.pp in (None, len(replicas)) and all(given.dp in (None, own) for own in replicas)
+
     @cached_property
     def forbidden(self) -> frozenset[frozenset[int]]:
         """Pairs of device types that may not share a stage."""
@@ -166,7 +171,7 @@ class Problem:
 
     @property
     def schedule(self) -> ScheduleName:
-        """What candidates are under that name no schedule: the one asked for, if it needs nothing of its stages."""
+        """What candidates begin under: the one asked for, if it needs nothing of its stages."""
         chosen = self.constraints.schedule
         return chosen if chosen in ("gpipe", "zero_bubble") else "1f1b"
 

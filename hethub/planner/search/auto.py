@@ -6,11 +6,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate
+from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate, Pattern
 from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.generate import device_type_stages, modes, small
-from hethub.planner.generate.cuts import Best, Entry, best_cuts
+from hethub.planner.generate.cuts import Best, best_cuts
 from hethub.planner.generate.families import FAMILIES, Family
 from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Problem
@@ -28,25 +28,25 @@ WHOLE_MICROBATCHES = 1_000_000  # of these, since equal replicas are replayed on
 AT_ONCE, MOST_STARTS = 32, 64  # candidates estimated at once, and in all once one is known that fits
 
 
-def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation | None:
+def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
     """The best plan found, or None where none fits. Every family's leaders are evaluated, but for those that are proved
     or by far estimated to be slower, so the answer is not worse than a family's."""
-    table = _table(problem, incumbent)
+    problem, table = incumbent.problem, _table(incumbent)
     best = best_cuts(problem, table, effort.cuts)
-    families = _families_candidates(problem, incumbent, best)
+    families = _families_candidates(incumbent, best)
     incumbent.evaluator.microbatches_left = effort.microbatches
     _evaluate_start(incumbent, families)
-    look(problem, incumbent, effort, table, best)
+    look(incumbent, effort, table, best)
     if not incumbent.fitting:
         few = best_cuts(problem, thriftiest(problem, table), FEW_CUTS).cuts
-        evaluate_all(incumbent, modes.thriftiest(problem, [entry.candidate(problem) for entry in few]))
+        evaluate_all(incumbent, modes.thriftiest(problem, few))
         climb_leaders(incumbent, effort)
     for used in fewer_device_types(incumbent):
-        fewer = _table(problem, incumbent, used)
+        fewer = _table(incumbent, used)
         if fewer.bound[0] >= incumbent.best_seconds or incumbent.out_of_time:
             break
         incumbent.evaluator.microbatches_left = effort.microbatches
-        look(problem, incumbent, effort, fewer, best_cuts(problem, fewer, effort.cuts))
+        look(incumbent, effort, fewer, best_cuts(problem, fewer, effort.cuts))
     if incumbent.out_of_time:
         return incumbent.best
     climb_leaders(incumbent, effort)
@@ -54,17 +54,18 @@ def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation
         incumbent.evaluator.microbatches_left = FAMILY_MICROBATCHES
         leaders = leading(incumbent, list(filter(incumbent.may_win, candidates)))
         evaluate_all(incumbent, filter(partial(_is_near, incumbent), leaders))
-    return add_whole_plans(problem, incumbent)
+    return add_whole_plans(incumbent)
 
 
-def look(problem: Problem, incumbent: Incumbent, effort: Effort, table: Table, best: Best) -> None:
+def look(incumbent: Incumbent, effort: Effort, table: Table, best: Best) -> None:
     """Evaluates the best of what is made of a table's combinations and its best cuts."""
+    problem = incumbent.problem
     cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
-    found = promising(problem, incumbent, effort, table, cuts)
+    found = promising(incumbent, effort, table, cuts)
     if incumbent.out_of_time:
         return
-    apart = stages_by_device_type(problem, incumbent, effort, table, found)
-    moded = in_modes(problem, incumbent, effort, table, [*found, *apart])
+    apart = stages_by_device_type(incumbent, effort, table, found)
+    moded = in_modes(incumbent, effort, table, [*found, *apart])
     if not any(_is_near(incumbent, candidate) for candidate in [*found, *apart, *moded]):
         return
     if {*problem.schedules} & {"gpipe", "1f1b", "zero_bubble"}:  # else they are seen as cuts alone
@@ -76,26 +77,25 @@ def look(problem: Problem, incumbent: Incumbent, effort: Effort, table: Table, b
     _evaluate_leaders(incumbent, [*ends, *moded], effort)
 
 
-def _table(problem: Problem, incumbent: Incumbent, used: Collection[int] | None = None) -> Table:
+def _table(incumbent: Incumbent, used: Collection[int] | None = None) -> Table:
     """The combinations of the device types used."""
-    table = tabulate(problem, incumbent.costs.unit_costs, used)
+    table = tabulate(incumbent.problem, incumbent.costs.unit_costs, used)
     return replace(table, memory_counts=not incumbent.evaluator.ignore_memory)
 
 
-def add_whole_plans(problem: Problem, incumbent: Incumbent) -> Evaluation | None:
+def add_whole_plans(incumbent: Incumbent) -> Evaluation | None:
     """The best plan found and of the families' own schedules, rounds and offloading, which no search moves about."""
     incumbent.evaluator.microbatches_left = WHOLE_MICROBATCHES
     for family in FAMILIES.values():
-        _evaluate_whole(problem, incumbent, family)
+        _evaluate_whole(incumbent, family)
     return incumbent.best
 
 
-def _families_candidates(problem: Problem, incumbent: Incumbent, best: Best) -> dict[str, list[Candidate]]:
+def _families_candidates(incumbent: Incumbent, best: Best) -> dict[str, list[Candidate]]:
     """Every family's candidates, first those of the families whose candidates are the pure ones of the cuts made."""
-    pure = [entry.candidate(problem) for entry in best.pure]
-    cut = {name: pure for name, family in FAMILIES.items() if family.are_pure_cuts}
+    cut = {name: best.pure for name, family in FAMILIES.items() if family.are_pure_cuts}
     others = {name: family for name, family in FAMILIES.items() if not family.are_pure_cuts}
-    return cut | {name: list(family.propose(problem, incumbent.costs)) for name, family in others.items()}
+    return cut | {name: list(family.propose(incumbent.problem, incumbent.costs)) for name, family in others.items()}
 
 
 def _evaluate_start(incumbent: Incumbent, families: Mapping[str, Sequence[Candidate]]) -> None:
@@ -132,12 +132,12 @@ def _is_near(incumbent: Incumbent, candidate: Candidate) -> bool:
     return incumbent.costs.seconds(candidate) < FAR * incumbent.best_seconds
 
 
-def _evaluate_whole(problem: Problem, incumbent: Incumbent, family: Family) -> None:
+def _evaluate_whole(incumbent: Incumbent, family: Family) -> None:
     """Evaluates a family's plans that the search cannot move about, where they may be better than the best so far; of
     those that its system ranks, none behind one that is far from it."""
     if incumbent.out_of_time:
         return
-    for candidate in filter(incumbent.may_win, _whole(problem, incumbent, family, incumbent.hopeful_seconds)):
+    for candidate in filter(incumbent.may_win, _whole(incumbent, family, incumbent.hopeful_seconds)):
         evaluation = incumbent.within_time(candidate)
         if family.ranked and evaluation is not None and evaluation.seconds > FAR * incumbent.best_seconds:
             break
@@ -153,40 +153,38 @@ def leading(incumbent: Incumbent, candidates: Sequence[Candidate]) -> list[Candi
     return heapq.nsmallest(FAMILY_FINALISTS, wanted, key=incumbent.costs.seconds)
 
 
-def _whole(problem: Problem, incumbent: Incumbent, family: Family, limit_seconds: float) -> list[Candidate]:
+def _whole(incumbent: Incumbent, family: Family, limit_seconds: float) -> list[Candidate]:
     """Of a family's candidates that carry their plan and may take less than the limit, the first of those that its
     system ranks, else those whose busiest replica computes least."""
-    made = dict.fromkeys(family.propose_whole(problem, incumbent.costs, limit_seconds=limit_seconds))
+    made = dict.fromkeys(family.propose_whole(incumbent.problem, incumbent.costs, limit_seconds=limit_seconds))
     if family.ranked:
         return list(made)[:WHOLE_FINALISTS]
     return heapq.nsmallest(WHOLE_FINALISTS, made, key=incumbent.costs.least)
 
 
-def search_family(problem: Problem, incumbent: Incumbent, family: Family) -> Evaluation | None:
+def search_family(incumbent: Incumbent, family: Family) -> Evaluation | None:
     """The family's best plan among its leaders, or None where none fits."""
     incumbent.evaluator.microbatches_left = FAMILY_MICROBATCHES
-    evaluate_all(incumbent, leading(incumbent, list(family.propose(problem, incumbent.costs))))
+    evaluate_all(incumbent, leading(incumbent, list(family.propose(incumbent.problem, incumbent.costs))))
     incumbent.evaluator.microbatches_left = WHOLE_MICROBATCHES
-    evaluate_all(incumbent, _whole(problem, incumbent, family, incumbent.best_seconds))
+    evaluate_all(incumbent, _whole(incumbent, family, incumbent.best_seconds))
     return incumbent.best
 
 
-def in_modes(
-    problem: Problem, incumbent: Incumbent, effort: Effort, table: Table, found: Sequence[Candidate]
-) -> list[Candidate]:
+def in_modes(incumbent: Incumbent, effort: Effort, table: Table, found: Sequence[Candidate]) -> list[Candidate]:
     """The best candidates, by estimate, among those found and the cuts that would be best with more memory, in every
     mode that they may take."""
-    costs, allowed = incumbent.costs, {*problem.schedules}
+    problem, costs, allowed = incumbent.problem, incumbent.costs, {*incumbent.problem.schedules}
     larger = best_cuts(problem, replace(table, memory_counts=False), effort.cuts, by_depth=True).cuts
-    every = [*found, *(entry.candidate(problem) for entry in larger)]
+    every = [*found, *larger]
     costs.estimate(every)
     cuts = {candidate.shape: candidate for candidate in sorted(every, key=costs.seconds, reverse=True)}
-    known = [own for own in found if costs.likely_fits(own) and (own.schedule or problem.schedule) in allowed]
+    known = [own for own in found if costs.likely_fits(own) and own.pattern.schedule in allowed]
     shortest = min(map(costs.seconds, known), default=float("inf"))
     chosen = heapq.nsmallest(MOST_CUTS, cuts.values(), key=costs.seconds)
     made = dict.fromkeys(modes.propose(problem, costs, chosen, shortest))
     ranked = sorted(made, key=costs.seconds)
-    unlike = {(own.shape, own.schedule, own.chunks): own for own in reversed(ranked)}
+    unlike = {(own.shape, own.pattern): own for own in reversed(ranked)}
     best = sorted(unlike.values(), key=costs.seconds)
     return list(dict.fromkeys([*ranked[: effort.finalists // 2], *best]))[: effort.finalists]
 
@@ -198,15 +196,13 @@ def thriftiest(problem: Problem, table: Table) -> Table:
     return replace(table.only(rows), memory_counts=False)
 
 
-def promising(
-    problem: Problem, incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence[Entry]
-) -> list[Candidate]:
+def promising(incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence[Candidate]) -> list[Candidate]:
     """The candidates with the smallest estimates, best first: equal cuts of all lines, and of a handful of accelerators
     every arrangement that can win."""
     costs, found = incumbent.costs, dict[Candidate, float]()
-    _add_with_slacks(found, problem, incumbent, [entry.candidate(problem) for entry in cuts], effort.finalists)
+    _add_with_slacks(found, incumbent, cuts, effort.finalists)
     best = min(found.values(), default=float("inf"))
-    cut = small.propose(problem, costs, table=table, limit_seconds=best)
+    cut = small.propose(incumbent.problem, costs, table, best)
     found.update((candidate, costs.seconds(candidate)) for candidate in incumbent.while_in_time(cut))
     ranked = sorted(found, key=found.__getitem__)
     shapes = {candidate.shape: candidate for candidate in reversed(ranked)}  # the best of every arrangement of units
@@ -215,34 +211,34 @@ def promising(
 
 
 def stages_by_device_type(
-    problem: Problem, incumbent: Incumbent, effort: Effort, table: Table, found: Sequence[Candidate]
+    incumbent: Incumbent, effort: Effort, table: Table, found: Sequence[Candidate]
 ) -> list[Candidate]:
     """The best candidates whose stages hold one device type each and every device type its own number of stages, by estimate; none
     that is behind those found. Not for GPipe, whose stages hold all their microbatches at once."""
+    problem, costs = incumbent.problem, incumbent.costs
     if problem.schedule == "gpipe":
         return []
-    costs = incumbent.costs
     shortest = min(map(costs.seconds, filter(costs.likely_fits, found)), default=float("inf"))
-    proposed = device_type_stages.propose(problem, costs, table=table, limit_seconds=shortest)
+    proposed = device_type_stages.propose(problem, costs, table, shortest)
     estimates: dict[Candidate, float] = {}
-    _add_with_slacks(estimates, problem, incumbent, [with_room(own, problem) for own in proposed], effort.finalists)
+    _add_with_slacks(estimates, incumbent, [with_room(own, problem) for own in proposed], effort.finalists)
     faster = [candidate for candidate in estimates if costs.is_faster(candidate, shortest)]
     return heapq.nsmallest(effort.finalists // 2, faster, key=estimates.__getitem__)
 
 
 def _add_with_slacks(
-    found: dict[Candidate, float], problem: Problem, incumbent: Incumbent, candidates: Sequence[Candidate], wanted: int
+    found: dict[Candidate, float], incumbent: Incumbent, candidates: Sequence[Candidate], wanted: int
 ) -> None:
     """Adds the candidates with their estimates to those found, and with as many microbatches in flight as their links
     need, or under other schedules, where that shortens the estimate and likely fits. The best first: candidates whose
     estimate would be above those of `wanted` unlike ones in any case stay as they are."""
-    costs = incumbent.costs
+    problem, costs = incumbent.problem, incumbent.costs
     found.update(zip(candidates, costs.estimate(candidates), strict=True))
-    modes: list[dict[str, Any]] = [{"schedule": schedule} for schedule in problem.other_schedules]
+    modes: list[dict[str, Any]] = [{"pattern": Pattern(schedule)} for schedule in problem.other_schedules]
     if problem.capabilities.chooses_in_flight and problem.schedule == "1f1b":
         modes += [{"extra_in_flight": 1}]
         modes += [
-            {"schedule": own, "extra_in_flight": more}
+            {"pattern": Pattern(own), "extra_in_flight": more}
             for own in problem.other_schedules
             for more in EXTRA_IN_FLIGHT[own]
         ]
@@ -251,7 +247,7 @@ def _add_with_slacks(
     _note_shapes(shortest, found, found)
     for start in range(0, len(ranked), AT_ONCE):
         limit = heapq.nsmallest(wanted, shortest.values())[-1] if len(shortest) >= wanted else float("inf")
-        near = [candidate for candidate in ranked[start : start + AT_ONCE] if costs.floor(candidate) < limit]
+        near = [candidate for candidate in ranked[start : start + AT_ONCE] if costs.of(candidate).floor < limit]
         others = {candidate: [replace(candidate, **mode) for mode in modes] for candidate in near}
         costs.estimate(other for own in others.values() for other in own)
         for candidate, own in others.items():

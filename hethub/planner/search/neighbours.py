@@ -5,9 +5,10 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.samples import one_moved
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import Where, fitted, resized
-from hethub.planner.generate.modes import patterns, under
+from hethub.planner.generate.modes import patterns
 from hethub.planner.problem.problem import Problem
 from hethub.spec.plan import ScheduleName
 
@@ -25,14 +26,14 @@ def neighbourhoods(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[
     """The candidates one change away, sort of change by sort of change; none whose chunks fall out of step, where every
     action waits for another stage's: they take up to 40 times what is estimated."""
     for some in _changed(candidate, costs):
-        yield [near for near in some if near.chunks == 1 or near.is_in_step or not candidate.is_in_step]
+        yield [near for near in some if near.pattern.chunks == 1 or near.is_in_step or not candidate.is_in_step]
 
 
 def _changed(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candidate]]:
     """With many stages, the changes of the slowest and of both ends, or of all. Where another mode or degree needs more
     memory than there is, microbatches are cut until it fits.
     """
-    count, problem, slowest = len(candidate.stages), costs.problem, costs.slowest(candidate)
+    count, problem, slowest = len(candidate.stages), costs.problem, costs.of(candidate).slowest
     if count <= MOST_PAIRED:
         pairs, some = list(combinations(range(count), 2)), list(range(count))
     else:
@@ -96,7 +97,7 @@ def _places(candidate: Candidate, stages: Sequence[int]) -> list[Where]:
 def with_room(candidate: Candidate, problem: Problem) -> Candidate:
     """The candidate, with extra in flight where its stages have microbatches of unlike sizes, which by default wait for
     each other."""
-    chooses = (candidate.schedule or problem.schedule) in ("1f1b", "zero_bubble")
+    chooses = candidate.pattern.schedule in ("1f1b", "zero_bubble")
     if candidate.extra_in_flight or not chooses or not problem.capabilities.chooses_in_flight:
         return candidate
     return candidate if candidate.is_in_step else replace(candidate, extra_in_flight=1)
@@ -157,13 +158,12 @@ def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Ite
                     for index, stage in stages_of.items()
                 }
             yield candidate.with_stages(changed)
-    now = (candidate.schedule or problem.schedule, candidate.chunks)
     for pattern in patterns(problem, candidate):
-        if pattern != now:
+        if pattern != candidate.pattern:
             for level in {0, candidate.extra_in_flight}.intersection(_levels(pattern.schedule)):
-                yield under(pattern, candidate, problem, level)
+                yield replace(candidate, pattern=pattern, extra_in_flight=level)
     if len(candidate.stages) > 1 and problem.capabilities.chooses_in_flight:
-        for level in _levels(now[0]):
+        for level in _levels(candidate.pattern.schedule):
             if level != candidate.extra_in_flight:
                 yield replace(candidate, extra_in_flight=level)
     yield replace(candidate, alike=not candidate.alike)
@@ -198,11 +198,8 @@ def _groups(candidate: Candidate, problem: Problem, pairs: list[tuple[int, int]]
                 if one[:2] != two[:2]:
                     now = (one.micro_batch, two.micro_batch)
                     for sizes in dict.fromkeys((now, now[::-1], (min(now),) * 2)):
-                        ones, twos = (
-                            problem.at_most(one.device_type, sizes[1]),
-                            problem.at_most(two.device_type, sizes[0]),
-                        )
-                        yield _exchanged(candidate, (a, one, ones), (b, two, twos))
+                        one_size, two_size = map(problem.at_most, (one.device_type, two.device_type), sizes[::-1])
+                        yield _exchanged(candidate, (a, one, one_size), (b, two, two_size))
 
 
 def _degrees(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Iterator[Candidate]:
@@ -237,13 +234,8 @@ def _depths(candidate: Candidate) -> Iterator[Candidate]:
 def nudges(candidate: Candidate) -> Iterator[Candidate]:
     """One sample from one replica of a stage to another: where a stage waits anyway, speed is not all that counts."""
     for index, stage in enumerate(candidate.stages):
-        count = stage.replicas
-        now = stage.nudges or (0,) * count
-        for giver in range(count):
-            for taker in range(count):
-                if giver != taker:
-                    moved = tuple(n - (i == giver) + (i == taker) for i, n in enumerate(now))
-                    yield candidate.with_stages({index: replace(stage, nudges=moved if any(moved) else ())})
+        for moved in one_moved(stage.nudges or (0,) * stage.replicas):
+            yield candidate.with_stages({index: replace(stage, nudges=moved if any(moved) else ())})
 
 
 def _less(stage: CandidateStage, one: ReplicaGroup) -> list[ReplicaGroup]:

@@ -5,8 +5,9 @@ from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
 from typing import Any, TypeVar, cast
 
+from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.layer import LayerCost
-from hethub.predictor.cost.profile import DeviceProfile
+from hethub.predictor.cost.profile import DeviceProfile, ProfileSpec
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.predictor.cost.software import MathPrecision, Software
 from hethub.spec.accelerator import AcceleratorSpec, Precision
@@ -45,6 +46,24 @@ def shared_layer_cost(
 ) -> SharedLayerCost:
     """The one of a model on one device type, by the packaged constants."""
     return SharedLayerCost(model, accelerator, seq_len, precision, software)
+
+
+def layer_cost_of(
+    model: ModelSpec,
+    accelerator: AcceleratorSpec,
+    seq_len: int,
+    precision: Precision,
+    software: Software,
+    profile: ProfileSpec | None,
+    constants: Constants,
+) -> LayerCost:
+    """A model's on one device type, measured where there is a profile of it."""
+    asked = (model, accelerator, seq_len, precision, software)
+    measured = profile.device(accelerator.name, precision) if profile else None
+    usual = constants is packaged()  # what these say is kept over predictions
+    if measured is None:
+        return shared_layer_cost(*asked) if usual else LayerCost(*asked, constants)
+    return (CeilingKept if usual else ProfiledLayerCost)(*asked, constants).use(measured)
 
 
 class CeilingKept(ProfiledLayerCost):

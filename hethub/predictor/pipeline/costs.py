@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
-from hethub.predictor.cost.cache import CeilingKept, memoized, shared_layer_cost
-from hethub.predictor.cost.constants import Constants, packaged
+from hethub.predictor.cost.cache import layer_cost_of, memoized
+from hethub.predictor.cost.constants import Constants
 from hethub.predictor.cost.layer import LayerCost
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profile import ProfileSpec
@@ -21,7 +21,6 @@ from hethub.predictor.pipeline.parts import MicrobatchCost, Parts
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.predictor.pipeline.traffic.link_loads import LinkLoads, Paces
 from hethub.predictor.pipeline.traffic.routes import Flow, Pair, Routes
-from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import ReplicaSpec
@@ -67,16 +66,9 @@ class PlanCosts:
         accelerator = self.layout.cluster.places[rank].accelerator
         found = self._layer_costs.get(accelerator.name)
         if found is None:
-            found = self._layer_costs[accelerator.name] = self._build_layer_cost(accelerator)
+            asked = (self.model, accelerator, self.plan.seq_len, self.plan.precision, self.software)
+            found = self._layer_costs[accelerator.name] = layer_cost_of(*asked, self.profile, self.constants)
         return found
-
-    def _build_layer_cost(self, accelerator: AcceleratorSpec) -> LayerCost:
-        asked = (self.model, accelerator, self.plan.seq_len, self.plan.precision, self.software)
-        measured = self.profile.device(accelerator.name, self.plan.precision) if self.profile else None
-        usual = self.constants is packaged()  # what these say is kept over predictions
-        if measured is None:
-            return shared_layer_cost(*asked) if usual else LayerCost(*asked, self.constants)
-        return (CeilingKept if usual else ProfiledLayerCost)(*asked, self.constants).use(measured)
 
     @property
     def extrapolated(self) -> bool:

@@ -12,7 +12,6 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.stage_figures import Placed
 from hethub.planner.estimate.stage_times import StageTimes
 from hethub.planner.evaluate.evaluator import Evaluator
-from hethub.planner.generate.modes import under
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.spec.job import ConstraintsSpec
@@ -42,11 +41,11 @@ def every_candidate() -> list[Candidate]:
         (stage(2, SLOW), stage(2, SLOW), mixed, stage(2, FAST), stage(3, FAST)),
     ]
     return [
-        Candidate(stages, extra_in_flight=extra_in_flight, even=even, schedule=schedule)  # type: ignore[arg-type]
+        Candidate(stages, extra_in_flight=extra_in_flight, even=even, pattern=Pattern(schedule))  # type: ignore[arg-type]
         for stages in lines
         for extra_in_flight in (False, True)
         for even in (False, True)
-        for schedule in (None, "zero_bubble")
+        for schedule in ("1f1b", "zero_bubble")
     ]
 
 
@@ -58,10 +57,10 @@ def test_candidates_of_any_depth_are_estimated_together_as_alone(tied_head: bool
     for candidate in candidates:
         alone = Estimator(asked)
         assert together.seconds(candidate) == pytest.approx(alone.seconds(candidate), rel=1e-12)
-        assert together.holds(candidate) == alone.holds(candidate)
-        assert len(together.holds(candidate)) == len(candidate.stages)
+        assert together.of(candidate).holds == alone.of(candidate).holds
+        assert len(together.of(candidate).holds) == len(candidate.stages)
         assert together.likely_fits(candidate) == alone.likely_fits(candidate)
-        assert together.slowest(candidate) == alone.slowest(candidate)
+        assert together.of(candidate).slowest == alone.of(candidate).slowest
 
 
 def test_no_estimate_is_below_what_the_busiest_replica_computes() -> None:
@@ -82,9 +81,9 @@ def test_no_microbatches_in_flight_and_neither_schedule_bring_an_estimate_below_
     estimator = Estimator(asked)
     for candidate in candidates:
         for extra_in_flight in (False, True):
-            for schedule in (None, "zero_bubble"):
-                other = replace(candidate, extra_in_flight=extra_in_flight, schedule=schedule)  # type: ignore[arg-type]
-                assert estimator.floor(candidate) <= estimator.seconds(other) * (1 + 1e-12)
+            for schedule in ("1f1b", "zero_bubble"):
+                other = replace(candidate, extra_in_flight=extra_in_flight, pattern=Pattern(schedule))  # type: ignore[arg-type]
+                assert estimator.of(candidate).floor <= estimator.seconds(other) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("gbps", [0.1, 0.2, 2.0])
@@ -98,7 +97,7 @@ def test_chunks_over_slow_links_are_estimated_as_they_are_predicted(pattern: Pat
     one = Candidate(
         (stage(8, SLOW._replace(micro_batch=1, number=2)), stage(8, FAST._replace(micro_batch=1, number=2)))
     )
-    found = Evaluator(asked, costs).evaluate(under(pattern, one, asked))
+    found = Evaluator(asked, costs).evaluate(replace(one, pattern=pattern))
     assert found is not None
     assert costs.seconds(found.candidate) == pytest.approx(found.seconds, rel=0.05)
 

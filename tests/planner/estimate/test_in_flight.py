@@ -4,7 +4,7 @@ hides them."""
 import numpy as np
 import pytest
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup
 from hethub.planner.estimate.in_flight import (
     default_in_flight,
     enough_in_flight,
@@ -99,12 +99,14 @@ def test_zero_bubble_with_more_in_flight_where_activations_are_offloaded_is_esti
         else (4, 2)
     )
     own = [CandidateStage(x, (ReplicaGroup(k, 1, 2, 1),), offload=("activations",)) for k, x in enumerate(stages)]
-    candidate = Candidate(tuple(own), schedule="zero_bubble", extra_in_flight=extra_in_flight)
+    candidate = Candidate(tuple(own), pattern=Pattern("zero_bubble"), extra_in_flight=extra_in_flight)
     evaluation = incumbent.consider(candidate)
     assert evaluation is not None
     assert evaluation.fits
     assert incumbent.costs.likely_fits(candidate)
-    assert [stage.replicas[0].in_flight for stage in evaluation.plan.stages] == list(incumbent.costs.holds(candidate))
+    assert [stage.replicas[0].in_flight for stage in evaluation.plan.stages] == list(
+        incumbent.costs.of(candidate).holds
+    )
 
 
 @pytest.mark.parametrize("part", [0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
@@ -115,7 +117,7 @@ def test_more_in_flight_makes_no_step_longer_however_little_memory_there_is_for_
         asked = pose(TINY.replace(layers=8), cluster(*[("amd", 2, 0.1, memory_gb)] * 4), Batch(256, 128, "fp32"))
         own = CandidateStage(2, (ReplicaGroup(0, 1, 4, 2),))
         found = incumbent_of(asked).consider(
-            Candidate((own,) * 4, schedule="zero_bubble", extra_in_flight=extra_in_flight)
+            Candidate((own,) * 4, pattern=Pattern("zero_bubble"), extra_in_flight=extra_in_flight)
         )
         assert found is not None
         return found

@@ -4,6 +4,7 @@ import pytest
 
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.memory_model import ONLY
+from hethub.planner.estimate.memory_probes import Mode
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from hethub.predictor import rank_memory
@@ -37,7 +38,9 @@ def test_the_memory_model_is_the_predictors_memory(tied, depth):
             replica = stage.replicas[0]
             place = 3 if len(stages) == 1 else 0 if s == 0 else 2 if s == len(stages) - 1 else 1
             device_type = kind_of(problem, replica)
-            coefficients = costs.coefficients(device_type, replica.tp, replica.micro_batch, stage.recompute)
+            coefficients = costs.coefficients(
+                device_type, replica.tp, replica.micro_batch, Mode(stage.recompute, problem.usual_zero)
+            )
             shards = len(stage.ranks) / replica.tp if stage.zero else 1
             mine = coefficients.fixed(stage.num_layers, in_flight[s][0], place)
             mine += coefficients.state(stage.num_layers, place) / shards
@@ -54,6 +57,6 @@ def test_one_accelerator_alone_has_no_communicator():
         "1f1b", [StageSpec(layers=((0, 6),), replicas=(ReplicaSpec(ranks=(0,), micro_batch=1, samples=4),), zero=1)]
     )
     (found,) = rank_memory(bind(plan, TINY, alone))
-    coefficients = UnitCosts(problem).coefficients(0, 1, 1, "none")
+    coefficients = UnitCosts(problem).coefficients(0, 1, 1, Mode("none", problem.usual_zero))
     mine = coefficients.fixed(6, 1, ONLY) + coefficients.state(6, ONLY)
     assert mine == pytest.approx(found.bytes, rel=0.01)

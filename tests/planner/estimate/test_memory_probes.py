@@ -4,9 +4,10 @@ from itertools import product
 
 import pytest
 
+from hethub.planner.candidate.candidate import Pattern
 from hethub.planner.candidate.materialize import chunked
-from hethub.planner.estimate.memory_model import MemoryModel, Mode
-from hethub.planner.estimate.memory_probes import FEW, LOADS, MANY, Keeping, Load, ProbePlans, Probes
+from hethub.planner.estimate.memory_model import MemoryModel
+from hethub.planner.estimate.memory_probes import FEW, LOADS, MANY, Load, Mode, ProbePlans, Probes
 from hethub.predictor import rank_memory
 from hethub.spec.layout.bind import ALL_IN_FLIGHT, bind
 from hethub.spec.model import ModelSpec
@@ -22,7 +23,7 @@ OFFLOADS: list[tuple[Offload, ...]] = [(), ("activations",), ("parameters",), ("
 
 def whole(
     model: ModelSpec, vendor: str, schedule: ScheduleName, chunks: int, stages: int, layers: int, load: Load,
-    keeping: Keeping, replicas: int,
+    mode: Mode, replicas: int,
 ) -> list[int]:  # fmt: skip
     """Bytes of the first rank of every stage in a plan of equal replicas."""
     model, on = model.replace(layers=stages * layers), cluster((vendor, stages * replicas * TP, 0.1, 4.0))
@@ -40,7 +41,9 @@ def whole(
                 )
                 for index in range(stage * replicas, (stage + 1) * replicas)
             ),
-            **keeping._asdict(),
+            recompute=mode.recompute,
+            zero=mode.zero,
+            offload=mode.offload,
         )
         for stage in range(stages)
     )
@@ -61,24 +64,27 @@ def whole(
 @pytest.mark.parametrize("vendor", ["cpu", "nvidia"])
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("layered", 1), ("ministages", 2)])
 def test_ranks_of_probes_hold_what_the_predictor_says_in_every_mode(model, vendor, schedule, chunks):
-    probes = Probes(ProbePlans(model, SEQ_LEN, "bf16", vendor == "cpu", TP, schedule, chunks))
+    probes = Probes(ProbePlans(model, SEQ_LEN, "bf16", vendor == "cpu", TP, Pattern(schedule, chunks)))
     modes = product(range(4), OFFLOADS, ("none", "selective", "full"))
     for zero, offload, recompute in modes:
-        keeping, layers = Keeping(zero, offload, recompute), Mode(zero, schedule, chunks, offload).layers
+        mode = Mode(recompute, zero, offload, Pattern(schedule, chunks))
+        layers = mode.layers
         for load, replicas in [*((load, FEW) for load in LOADS), (LOADS[0], MANY)]:
             args = (model, vendor, schedule, chunks)
-            expected = [held for n in (3, 1) for held in whole(*args, n, layers, load, keeping, replicas)]
-            assert probes.bytes(layers, load, keeping, replicas).tolist() == expected, (keeping, load, replicas)
+            expected = [held for n in (3, 1) for held in whole(*args, n, layers, load, mode, replicas)]
+            assert probes.bytes(layers, load, mode, replicas).tolist() == expected, (mode, load, replicas)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_zero_bubble_keeps_what_1f1b_does_and_what_it_puts_off(recompute):
-    memory_model, keeping = MemoryModel(TINY, SEQ_LEN, "bf16"), Keeping(1, (), recompute)
+    memory_model, mode = MemoryModel(TINY, SEQ_LEN, "bf16"), Mode(recompute, 1)
     late, usual = (
-        whole(TINY, "nvidia", schedule, 1, 3, 2, Load(4, 2), keeping, 2) for schedule in ("zero_bubble", "1f1b")
+        whole(TINY, "nvidia", schedule, 1, 3, 2, Load(4, 2), mode, 2) for schedule in ("zero_bubble", "1f1b")
     )
     assert late == usual
-    one, four = (memory_model.coefficients(False, TP, size, recompute, Mode(1, "zero_bubble")) for size in (1, 4))
+    one, four = (
+        memory_model.coefficients(False, TP, size, Mode(recompute, 1, (), Pattern("zero_bubble"))) for size in (1, 4)
+    )
     assert (four.layer_deferred_wgrad == 4 * one.layer_deferred_wgrad).all()
     assert one.layer_deferred_wgrad.min() > 0
-    assert (four.once == memory_model.coefficients(False, TP, 4, recompute, Mode(1)).once).all()
+    assert (four.once == memory_model.coefficients(False, TP, 4, Mode(recompute, 1)).once).all()

@@ -10,6 +10,7 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import ONLY
 from hethub.planner.estimate.microbatch_sizes import even, fitted, resized
 from hethub.planner.generate import cuts
+from hethub.planner.generate.cuts import best_cuts
 from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
@@ -45,7 +46,7 @@ def test_candidates_over_memory_are_made_to_fit_with_the_largest_microbatches():
     incumbent.evaluator.microbatches_left = 10**6
     found = 0
     table = replace(tabulate(problem, incumbent.costs.unit_costs), memory_counts=False)
-    for candidate in cuts.propose(problem, incumbent.costs, table=table, number=60):
+    for candidate in best_cuts(problem, table, 60).cuts:
         if incumbent.costs.likely_fits(candidate) or (smaller := fitted(candidate, incumbent.costs)) is None:
             continue
         found += 1
@@ -65,7 +66,7 @@ def test_the_largest_microbatch_does_not_depend_on_what_was_asked_before():
 
     def sizes(*asked: Candidate) -> dict[Candidate, int]:
         estimator = Estimator(problem)
-        return {own: estimator.times.largest(own.stages[0], one, ONLY, estimator.pattern(own), 1) for own in asked}
+        return {own: estimator.times.largest(own.stages[0], one, ONLY, own.pattern, 1) for own in asked}
 
     assert sizes(narrow, wide) == sizes(wide, narrow) == sizes(narrow) | sizes(wide)
     assert sizes(wide)[wide] > sizes(narrow)[narrow]

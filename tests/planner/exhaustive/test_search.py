@@ -12,7 +12,7 @@ import pytest
 
 from hethub.planner import plan
 from hethub.planner.exhaustive.chains import Chains
-from hethub.planner.exhaustive.points import Branch, Point, branches_below, promising_floors, step_bound
+from hethub.planner.exhaustive.points import Branch, Point, branches_below, promising, step_bound
 from hethub.planner.exhaustive.replay import nodes_of
 from hethub.planner.exhaustive.search import search_exhaustively, step_seconds
 from hethub.planner.exhaustive.shapes import excess, shapes_of
@@ -47,18 +47,8 @@ def random_point(costs: StageCosts, draw: random.Random) -> Point:
     cut = sorted(draw.sample(range(1, problem.model.layers), len(shape) - 1))
     layers = tuple(b - a for a, b in pairwise((0, *cut, problem.model.layers)))
     stages = tuple(costs.options(shape, layers, stage) for stage in range(len(shape)))
-    options = (draw.randrange(len(own.bounds.busy), len(own.modes) * len(own.microbatchings)) for own in stages)
+    options = (draw.randrange(len(own.bounds.busy)) for own in stages)
     return Point(Branch(costs, shape, layers, stages), tuple(options))
-
-
-def with_floors(point: Point) -> Point:
-    """The point with the floors that stand for its modes."""
-    found = []
-    for stage, option in zip(point.branch.stages, point.options, strict=True):
-        mode, way = divmod(option, len(stage.microbatchings))
-        (floor,) = (number for number, members in enumerate(stage.members) if mode in members)
-        found.append(floor * len(stage.microbatchings) + way)
-    return point._replace(options=tuple(found))
 
 
 def bounds_at(point: Point) -> list[StageBounds]:
@@ -90,14 +80,13 @@ def test_a_point_takes_what_is_predicted_and_no_less_than_its_bound(
         layout = bind(point.plan, problem.model, problem.cluster)
         seconds = predict(layout).step_seconds
         nodes = nodes_of(layout)
-        timed, floor = (own for each in (point, with_floors(point)) for own in step_seconds([each], nodes))
+        (timed,) = step_seconds([point], nodes)
         bound = step_bound(bounds_at(point), costs.nearest(point.branch.shape)).item()
         assert bound <= timed * (1 + 1e-9)
         least = [stage.least for stage in point.branch.stages]
         assert step_bound(least, costs.nearest(point.branch.shape)).item() <= bound
-        assert chain_bound(with_floors(point)) <= min(floor, chain_bound(point)) * (1 + 1e-9)
         assert chain_bound(point) <= timed * (1 + 1e-9)
-        assert floor * (1 - 1e-9) <= timed <= seconds * (1 + 1e-9)
+        assert timed <= seconds * (1 + 1e-9)
         # Where messages come faster than a link takes them, their wait comes on top.
         unpaced = PlanCosts(layout, HETHUB, packaged())
         unpaced.paces = lambda *flow: (UNPACED, UNPACED)  # type: ignore[method-assign]
@@ -112,9 +101,9 @@ def test_points_have_their_bound_whatever_schedule_stands_beside(seed: int) -> N
     costs = [StageCosts(problem, name, None) for name in ("zero_bubble", "1f1b")]
     for shape in (own for own in shapes_of(problem) if len(own) <= 2):
         branches = [branches_below(np.inf, own, shape)[0][1] for own in costs]
-        together = promising_floors(np.inf, branches, 10**6)
+        together = promising(np.inf, branches, 10**6)
         for owner, branch in enumerate(branches):
-            alone = promising_floors(np.inf, [branch], 10**6)
+            alone = promising(np.inf, [branch], 10**6)
             assert np.array_equal(together.bounds[together.owners == owner], alone.bounds)
 
 
@@ -122,7 +111,7 @@ def test_points_have_their_bound_whatever_schedule_stands_beside(seed: int) -> N
 def test_with_nothing_known_the_best_plan_of_the_grid_is_found(seed: int) -> None:
     problem = grid_problem(seed, 3)
     incumbent = grid_incumbent(problem)
-    search_exhaustively(problem, incumbent)
+    search_exhaustively(incumbent)
     assert (
         incumbent.best_seconds
         == exhaustive(random_question(seed, 3), start=incumbent.best_seconds * (1 + 1e-9)).seconds
@@ -133,10 +122,10 @@ def test_with_nothing_known_the_best_plan_of_the_grid_is_found(seed: int) -> Non
 def test_where_the_search_stops_early_no_plan_is_below_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = grid_problem(1, 3)
     whole, part = (grid_incumbent(problem) for _ in range(2))
-    search_exhaustively(problem, whole)
+    search_exhaustively(whole)
     for name, size in (("AT_ONCE", 8), ("MOST_TIMED", 32)):
         monkeypatch.setattr(f"hethub.planner.exhaustive.search.{name}", size)
-    search_exhaustively(problem, part)
+    search_exhaustively(part)
     assert part.fitting
     assert part.space_bound_seconds is not None
     assert part.space_bound_seconds <= whole.best_seconds < part.best_seconds
@@ -145,10 +134,10 @@ def test_where_the_search_stops_early_no_plan_is_below_what_it_left_out(monkeypa
 def test_a_search_in_small_windows_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = grid_problem(1, 3)
     whole, part = (grid_incumbent(problem) for _ in range(2))
-    search_exhaustively(problem, whole)
+    search_exhaustively(whole)
     for name, size in (("AT_ONCE", 8), ("WINDOW", 16), ("FEW", 1)):
         monkeypatch.setattr(f"hethub.planner.exhaustive.search.{name}", size)
-    search_exhaustively(problem, part)
+    search_exhaustively(part)
     assert part.best_seconds == whole.best_seconds == part.space_bound_seconds
 
 
@@ -196,7 +185,7 @@ def mixes_vendors(stage: StageSpec) -> bool:
 def free_seconds() -> float:
     problem = _problem(ConstraintsSpec())
     incumbent = incumbent_of(problem)
-    search_exhaustively(problem, incumbent)
+    search_exhaustively(incumbent)
     return incumbent.best_seconds
 
 
@@ -206,7 +195,7 @@ def test_constraints_leave_a_part_of_the_space(
 ) -> None:
     problem = _problem(ConstraintsSpec.model_validate(given))
     incumbent = incumbent_of(problem)
-    search_exhaustively(problem, incumbent)
+    search_exhaustively(incumbent)
     assert incumbent.best is not None
     assert all(keeps(own.plan) for own in incumbent.fitting.values())
     assert (incumbent.best_seconds > free_seconds()) == costs

@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 
 from hethub.planner import plan
-from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.explain.bottlenecks import _best_rate
 from hethub.planner.plan import find
@@ -50,8 +48,8 @@ def test_what_is_busiest_binds_and_what_is_plenty_does_not(found: dict[str, floa
 
 def test_a_whole_plan_does_not_stand_for_twice_the_batch() -> None:
     problem = pose(TINY, MIXED, Batch(16, 64, "fp32"), ConstraintsSpec(pp=2))
-    incumbent = Incumbent(Evaluator(problem, Estimator(problem)))
-    best = find(problem, incumbent, "auto")
+    incumbent = Incumbent(problem)
+    best = find(incumbent, "auto")
     assert best is not None
     whole = replace(best.candidate, plan=best.plan)
     other = next(each.candidate for each in movable(incumbent) if each.candidate != best.candidate)

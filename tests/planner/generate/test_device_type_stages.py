@@ -41,7 +41,8 @@ def posed(constraints: ConstraintsSpec | None = None, on: ClusterSpec = THREE) -
 
 
 def candidates_of(problem: Problem) -> list[Candidate]:
-    return device_type_stages.propose(problem, Estimator(problem))
+    estimator = Estimator(problem)
+    return device_type_stages.propose(problem, estimator, tabulate(problem, estimator.unit_costs))
 
 
 def test_every_stage_holds_one_kind_and_all_units_have_a_group() -> None:
@@ -104,7 +105,7 @@ def test_stages_keep_deadline_and_memory() -> None:
     estimator = Estimator(problem)
     table = tabulate(problem, estimator.unit_costs)
     bound = float(table.bound[0])
-    candidates = device_type_stages.propose(problem, estimator, table=table)
+    candidates = device_type_stages.propose(problem, estimator, table)
     assert len(candidates) > 10
     assert all(estimator.least(candidate) <= 1.5 * bound * 1.001 for candidate in candidates)
     assert sum(map(estimator.likely_fits, candidates)) >= 0.8 * len(candidates)

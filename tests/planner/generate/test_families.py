@@ -3,10 +3,11 @@
 import pytest
 
 from hethub.planner.candidate.candidate import Candidate
+from hethub.planner.candidate.materialize import Replica, StageChoice, plan_of
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.families import FAMILIES
 from hethub.planner.generate.families.uniform import units_in_order
-from hethub.planner.generate.families.whole import Replica, WholeStage, held_alone, plan_of, shared_bytes
+from hethub.planner.generate.families.whole import held_alone, shared_bytes
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.predictor import predict
@@ -113,8 +114,8 @@ def test_memory_of_a_whole_plan_is_read_off_a_few_ranks(schedule: ScheduleName, 
     model = MODEL.replace(tied_head=tied_head, name="maybe-tied")
     asked = pose(model, base.cluster, base.batch._replace(global_batch=36))
     replicas = [Replica(unit, 2 + unit.device_type, 6 + 6 * unit.device_type) for unit in units_in_order(asked, 1)]
-    stage = WholeStage(replicas, zero, "full")
-    used = rank_memory(Layout(plan_of(asked, schedule, stage), model, asked.cluster))
+    stage = StageChoice(replicas, zero, "full")
+    used = rank_memory(Layout(plan_of(asked, schedule, [model.layers], [stage]), model, asked.cluster))
     for held, entry in zip(held_alone(asked, schedule, stage), used, strict=True):
         part = shared_bytes(asked, zero) / asked.size
         assert held.alone + part == pytest.approx(entry.bytes, abs=64)  # parts are whole bytes

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hethub.planner.candidate.candidate import Candidate
+from hethub.planner.candidate.candidate import Candidate, Pattern
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
@@ -34,7 +34,7 @@ class GridEstimator(Estimator):
 
     def is_possible(self, candidate: Candidate) -> bool:
         groups = [own for stage in candidate.stages for own in stage.groups]
-        usual = not candidate.extra_in_flight and candidate.schedule is None
+        usual = not candidate.extra_in_flight and candidate.pattern == Pattern("1f1b")
         inside = usual and all(own.micro_batch in MICRO_BATCHES and own.tp <= 2 for own in groups)
         return inside and super().is_possible(candidate)
 
@@ -49,12 +49,14 @@ class GridEvaluator(Evaluator):
 
 def grid_incumbent(problem: Problem) -> Incumbent:
     """Nothing tried yet, and nothing but the grid to try."""
-    return Incumbent(GridEvaluator(problem, GridEstimator(problem)))
+    incumbent = Incumbent(problem, GridEstimator(problem))
+    incumbent.evaluator = GridEvaluator(problem, incumbent.costs)
+    return incumbent
 
 
 def restricted(problem: Problem) -> Evaluation:
     """The answer of `auto`, restricted to the grid."""
-    found = find(problem, grid_incumbent(problem), "auto")
+    found = find(grid_incumbent(problem), "auto")
     assert found is not None, "no plan fits"
     return found
 

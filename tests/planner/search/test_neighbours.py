@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup
 from hethub.planner.search.neighbours import neighbours
 from tests.planner.problems import incumbent_of, mixed
 
@@ -26,25 +26,18 @@ def test_a_fixed_number_of_stages_or_replicas_stays():
 def test_another_schedule_keeps_the_microbatches_in_flight_that_it_may_choose():
     near = neighbours(replace(TWO, extra_in_flight=1), incumbent_of(mixed()).costs)
     levels = {
-        schedule: {own.extra_in_flight for own in near if own.schedule == schedule}
+        schedule: {own.extra_in_flight for own in near if own.pattern.schedule == schedule}
         for schedule in ("zero_bubble", "gpipe")
     }
     assert levels == {"zero_bubble": {0, 1}, "gpipe": {0}}
 
 
-def test_the_problems_own_schedule_has_one_spelling():
-    """Else a plan is estimated and evaluated under each, and takes a place from another."""
-    near = neighbours(replace(TWO, schedule="zero_bubble"), incumbent_of(mixed()).costs)
-    assert TWO in near
-    assert "1f1b" not in {own.schedule for own in near}
-
-
 def test_chunks_that_take_turns_stay_in_step():
     """Out of step every action waits for another stage's, which estimates do not see."""
     halves = Candidate((CandidateStage(3, (SLOW,)), CandidateStage(3, (FAST,))))
-    turns = replace(halves, schedule="interleaved", chunks=3)
+    turns = replace(halves, pattern=Pattern("interleaved", 3))
     costs = incumbent_of(mixed()).costs
-    near = [own for own in neighbours(turns, costs) if own.schedule == "interleaved"]
+    near = [own for own in neighbours(turns, costs) if own.pattern.schedule == "interleaved"]
     assert near
     assert all(own.is_in_step for own in near)
-    assert not all(own.is_in_step for own in neighbours(halves, costs) if own.chunks == 1)
+    assert not all(own.is_in_step for own in neighbours(halves, costs) if own.pattern.chunks == 1)

@@ -10,18 +10,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.materialize import Replica, StageChoice
 from hethub.planner.candidate.samples import Worker, divide
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.generate.families.uniform import allowed, units_in_order
-from hethub.planner.generate.families.whole import (
-    Replica,
-    WholeStage,
-    candidate_of,
-    held_alone,
-    meeting_seconds,
-    shared_bytes,
-)
+from hethub.planner.generate.families.uniform import units_in_order
+from hethub.planner.generate.families.whole import candidate_of, held_alone, meeting_seconds, shared_bytes
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Offload, Recompute, ScheduleName
 
@@ -36,7 +30,7 @@ def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = 
     zero, unit_costs = max(problem.zeros), costs.unit_costs
     if (
         problem.constraints.tp not in (None, 1)
-        or not allowed(problem, 1, problem.size)
+        or not problem.allows([problem.size])
         or problem.size == 1
         or not zero
         or (zero >= 2 and meeting_seconds(problem, unit_costs, zero) >= limit_seconds)
@@ -48,7 +42,7 @@ def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = 
     offloads: list[tuple[Offload, ...]] = [(), ("activations",)]
     for recompute in problem.recomputes:
         for offload in offloads if "activations" in problem.capabilities.offload else offloads[:1]:
-            wanted = WholeStage((), zero, recompute, offload)
+            wanted = StageChoice((), zero, recompute, offload)
             most, stage, cut = _largest(problem, unit_costs, state, wanted, schedule, limit_seconds)
             if stage is not None:
                 yield candidate_of(problem, f"cephalo {recompute} {offload} {most}", schedule, stage)
@@ -60,10 +54,10 @@ def _largest(
     problem: Problem,
     unit_costs: UnitCosts,
     state: float,
-    wanted: WholeStage,
+    wanted: StageChoice,
     schedule: ScheduleName,
     limit_seconds: float,
-) -> tuple[int, WholeStage | None, bool]:
+) -> tuple[int, StageChoice | None, bool]:
     """The largest micro-batch with which all fit, the stage, and whether memory took something of what would be
     fastest; no stage where none fits or can take less than the limit."""
     for most in reversed(problem.micro_batches):
@@ -85,8 +79,8 @@ def _least_seconds(problem: Problem, curves: Sequence[Worker]) -> float:
 
 
 def _stage(
-    problem: Problem, curves: list[Worker], state: float, stage: WholeStage, schedule: ScheduleName
-) -> tuple[WholeStage | None, bool]:
+    problem: Problem, curves: list[Worker], state: float, stage: StageChoice, schedule: ScheduleName
+) -> tuple[StageChoice | None, bool]:
     """Samples for speed, fewer where memory asks for it, and state where there is room; None where there is too little.
     And whether there are fewer samples somewhere."""
     limits: dict[Unit, int] = {}
@@ -133,7 +127,7 @@ def _replicas(problem: Problem, curves: Sequence[Worker], limits: Mapping[Unit, 
     return [Replica(unit, min(curves[unit.device_type].micro_batch, loads[unit]), loads[unit]) for unit in units]
 
 
-def _rooms(problem: Problem, schedule: ScheduleName, stage: WholeStage, state: float) -> list[float]:
+def _rooms(problem: Problem, schedule: ScheduleName, stage: StageChoice, state: float) -> list[float]:
     """What every rank has left for state, as a fraction of all of it."""
     rooms = []
     for own, held in zip(stage.replicas, held_alone(problem, schedule, stage), strict=True):

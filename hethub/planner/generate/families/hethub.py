@@ -1,8 +1,6 @@
 """`hethub`: HETHUB's plans (arXiv 2405.16256). TP inside a node, one DP degree, every stage of one device type, uneven
 layers."""
 
-from collections.abc import Iterator
-
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.cuts import best_cuts
@@ -10,7 +8,6 @@ from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.problem import Problem
 
 
-def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
+def propose(problem: Problem, costs: Estimator) -> list[Candidate]:
     """The best cuts over orders of device types, TP degrees and DP degrees whose stages hold one device type each."""
-    for entry in best_cuts(problem, tabulate(problem, costs.unit_costs), 1).pure:
-        yield entry.candidate(problem)
+    return best_cuts(problem, tabulate(problem, costs.unit_costs), 1).pure

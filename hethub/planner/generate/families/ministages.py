@@ -11,12 +11,13 @@ from itertools import takewhile
 from operator import itemgetter
 from typing import NamedTuple
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup
 from hethub.planner.candidate.materialize import materialize
 from hethub.planner.candidate.samples import Worker
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import MIDDLE
+from hethub.planner.estimate.memory_probes import Mode
 from hethub.planner.generate.families import zorse
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.cache import memoized
@@ -124,10 +125,11 @@ def _may_fit(problem: Problem, costs: Estimator, candidate: Candidate, chunks: i
     microbatch is through."""
     weights, gradients = (width * problem.model.layer_parameters for width in _widths(costs.unit_costs))
     for index, stage in enumerate(candidate.stages):
+        mode = Mode(stage.recompute, problem.usual_zero)
         top, most = stage.layers // chunks, -(-stage.layers // chunks)
         keeps = not any("activations" in offload for offload in _offloads(problem, stage.recompute))
         for own, samples in zip(stage.groups, costs.samples(candidate, index), strict=True):
-            at = costs.unit_costs.coefficients(own.device_type, 1, own.micro_batch, stage.recompute)
+            at = costs.unit_costs.coefficients(own.device_type, 1, own.micro_batch, mode)
             microbatches = max(samples - DIVISION_ERR, 1) / own.micro_batch
             kept = keeps * at.layer_microbatch[MIDDLE] * (stage.layers * microbatches - top)
             room = problem.capacity(own.device_type) - at.once[MIDDLE]
@@ -151,7 +153,7 @@ def _in_chunks(
 
     for offload in _offloads(problem, candidate.stages[0].recompute):
         stages = tuple([replace(stage, zero=zero, offload=offload) for stage in candidate.stages])
-        cut = replace(candidate, stages=stages, schedule="ministages", chunks=chunks)
+        cut = replace(candidate, stages=stages, pattern=Pattern("ministages", chunks))
         plan = materialize(cut, problem, worker, None)
         if plan is None:
             return None

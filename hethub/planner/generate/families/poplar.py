@@ -12,21 +12,15 @@ from heapq import nsmallest
 from itertools import accumulate
 from typing import NamedTuple
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, merged
+from hethub.planner.candidate.materialize import Replica, StageChoice
 from hethub.planner.candidate.samples import largest_able
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import ONLY
-from hethub.planner.estimate.memory_probes import probe_for
-from hethub.planner.generate.families.uniform import allowed, units_in_order
-from hethub.planner.generate.families.whole import (
-    Replica,
-    WholeStage,
-    candidate_of,
-    held_alone,
-    meeting_seconds,
-    shared_bytes,
-)
+from hethub.planner.estimate.memory_probes import Mode, probe_for
+from hethub.planner.generate.families.uniform import units_in_order
+from hethub.planner.generate.families.whole import candidate_of, held_alone, meeting_seconds, shared_bytes
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
@@ -46,7 +40,8 @@ def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
             ]
             if all(sizes):
                 groups = [ReplicaGroup(k, 1, size or 1, problem.device_types[k].size) for k, size in enumerate(sizes)]
-                yield Candidate((CandidateStage(problem.model.layers, merged(groups), recompute, zero),))
+                stage = CandidateStage(problem.model.layers, merged(groups), recompute, zero)
+                yield Candidate((stage,), pattern=Pattern(problem.schedule))
 
 
 def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:
@@ -64,19 +59,20 @@ def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = 
     for index, (steps, recompute, zero) in enumerate(nsmallest(EVALUATED, found)):
         replicas = _replicas(problem, steps)
         if replicas is not None:
-            stage = WholeStage(replicas, zero, recompute)
+            stage = StageChoice(replicas, zero, recompute)
             yield candidate_of(problem, f"poplar zero {zero} {recompute} {index}", "1f1b", stage)
 
 
 def _is_allowed(problem: Problem) -> bool:
-    return problem.constraints.tp in (None, 1) and allowed(problem, 1, problem.size)
+    return problem.constraints.tp in (None, 1) and problem.allows([problem.size])
 
 
 def _peak(problem: Problem, unit_costs: UnitCosts, device_type: int, recompute: Recompute, zero: int) -> int | None:
     """The micro-batch at which an accelerator of the device type is fastest among those that fit; None where none does."""
     layers = problem.model.layers
     capacity, shards = problem.capacity(device_type), problem.size if zero else 1
-    memory = {b: unit_costs.coefficients(device_type, 1, b, recompute) for b in problem.micro_batches}
+    mode = Mode(recompute, problem.usual_zero)
+    memory = {b: unit_costs.coefficients(device_type, 1, b, mode) for b in problem.micro_batches}
     fitting = [
         b for b, own in memory.items() if own.fixed(layers, 1, ONLY) + own.state(layers, ONLY) / shards <= capacity
     ]
@@ -173,7 +169,7 @@ def _largest_fitting(problem: Problem, recompute: Recompute, zero: int) -> list[
     def alone(like: int, batch: int) -> float:
         # Twice: a microbatch's last reduction goes on beside the next one.
         replica = Replica(Unit(like, (0,)), batch, 2 * batch)
-        return held_alone(problem, "1f1b", WholeStage([replica], zero, recompute))[0].alone
+        return held_alone(problem, "1f1b", StageChoice([replica], zero, recompute))[0].alone
 
     def fits(device_type: int, batch: int) -> bool:
         like = probes.index(probes[device_type])  # memory tells no more apart

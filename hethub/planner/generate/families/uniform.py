@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, merged
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.ranges import split
@@ -17,7 +17,7 @@ def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
         if any(unit.tp != tp for unit in units):
             continue
         for stages in range(1, min(len(units), problem.model.layers) + 1):
-            if len(units) % stages == 0 and allowed(problem, stages, len(units) // stages):
+            if len(units) % stages == 0 and problem.allows([len(units) // stages] * stages):
                 yield from _variants(problem, units, stages)
 
 
@@ -37,11 +37,6 @@ def groups_of(problem: Problem, sorts: Mapping[tuple[int, int], int], micro_batc
     )
 
 
-def allowed(problem: Problem, stages: int, replicas: int) -> bool:
-    """Whether fixed degrees allow this many stages and replicas."""
-    return problem.constraints.pp in (None, stages) and problem.constraints.dp in (None, replicas)
-
-
 def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Candidate]:
     replicas = len(units) // stages
     sizes = [part.size for part in split(problem.model.layers, stages)]
@@ -57,4 +52,4 @@ def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Cand
         held = {own: groups_of(problem, dict(own), micro_batch) for own in set(sorts)}
         for recompute in problem.recomputes:
             formed = [CandidateStage(layers, held[sort], recompute, problem.usual_zero) for layers, sort in sized]
-            yield Candidate(tuple(formed), even=True)
+            yield Candidate(tuple(formed), even=True, pattern=Pattern(problem.schedule))

@@ -1,34 +1,20 @@
 """Plans of a single stage of one-rank replicas, for families whose samples and shares of the state the search does not
 move about."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
-from hethub.planner.candidate.materialize import stage_spec
+from hethub.planner.candidate.materialize import Replica, StageChoice, plan_of
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.memory_model import memory_model_of
 from hethub.planner.estimate.memory_probes import probe_for
-from hethub.planner.problem.problem import Problem, Unit
+from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.memory.ranks import rank_memory
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.layout.bind import Layout
-from hethub.spec.plan import Offload, PlanSpec, Recompute, ScheduleName
-
-
-class Replica(NamedTuple):
-    """A rank that is a replica by itself, and its load."""
-
-    unit: Unit
-    micro_batch: int
-    samples: int
-
-    @property
-    def sort(self) -> tuple[int, int, int]:
-        """What its memory depends on."""
-        return self.unit.device_type, self.micro_batch, self.samples
+from hethub.spec.plan import ScheduleName
 
 
 class Held(NamedTuple):
@@ -38,26 +24,11 @@ class Held(NamedTuple):
     framework: int
 
 
-class WholeStage(NamedTuple):
-    """A stage of one-rank replicas with all layers, in the order that `stage_spec` takes it."""
-
-    replicas: Sequence[Replica]
-    zero: int
-    recompute: Recompute
-    offload: tuple[Offload, ...] = ()
-    state_shares: Mapping[int, float] = {}
-
-
-def plan_of(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> PlanSpec:
-    """The plan of this stage alone."""
-    return problem.plan(schedule, [stage_spec(problem, ((0, problem.model.layers),), *stage)])
-
-
-def candidate_of(problem: Problem, name: str, schedule: ScheduleName, stage: WholeStage) -> Candidate:
+def candidate_of(problem: Problem, name: str, schedule: ScheduleName, stage: StageChoice) -> Candidate:
     """The plan as a candidate that is evaluated as it stands."""
     groups = merged([ReplicaGroup(own.unit.device_type, 1, own.micro_batch, 1) for own in stage.replicas])
     formed = CandidateStage(problem.model.layers, groups, stage.recompute, stage.zero)
-    return Candidate((formed,), name=name, plan=plan_of(problem, schedule, stage))
+    return Candidate((formed,), name=name, plan=plan_of(problem, schedule, [formed.layers], [stage]))
 
 
 def shared_bytes(problem: Problem, zero: int) -> float:
@@ -66,12 +37,12 @@ def shared_bytes(problem: Problem, zero: int) -> float:
     return memory_model_of(problem).state(on_cpu, problem.model.layers, zero)
 
 
-def held_alone(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> list[Held]:
+def held_alone(problem: Problem, schedule: ScheduleName, stage: StageChoice) -> list[Held]:
     """What the replicas of an only stage hold beside their part of the state: read off a plan of one of every sort.
 
     Exact, since nothing but the parts of the state depends on how many ranks there are.
     """
-    sorts = {own.sort: own for own in stage.replicas}
+    sorts = {_sort(own): own for own in stage.replicas}
     few = list(sorts.values()) * (2 if len(sorts) == 1 else 1)
     devices = [probe_for(problem.device_types[own.unit.device_type].accelerator) for own in few]
     nodes = [NodeSpec(name=f"probe-{i}", accelerator=device, accelerators=1) for i, device in enumerate(devices)]
@@ -79,11 +50,16 @@ def held_alone(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> l
     batch = problem.batch._replace(global_batch=sum(own.samples for own in few))
     asked = replace(problem, cluster=cluster, batch=batch)
     placed = [own._replace(unit=own.unit._replace(ranks=(rank,))) for rank, own in enumerate(few)]
-    plan = plan_of(asked, schedule, stage._replace(replicas=placed, state_shares={}))
+    plan = plan_of(asked, schedule, [problem.model.layers], [stage._replace(replicas=placed, state_shares={})])
     part = shared_bytes(problem, stage.zero) / len(few)
     used = rank_memory(Layout(plan, problem.model, cluster))
     held = {sort: Held(one.bytes - part, one.parts["framework"]) for sort, one in zip(sorts, used, strict=False)}
-    return [held[own.sort] for own in stage.replicas]
+    return [held[_sort(own)] for own in stage.replicas]
+
+
+def _sort(own: Replica) -> tuple[int, int, int]:
+    """What a replica's memory depends on."""
+    return own.unit.device_type, own.micro_batch, own.samples
 
 
 def meeting_seconds(problem: Problem, unit_costs: UnitCosts, zero: int) -> float:

@@ -7,10 +7,10 @@ from functools import cache, partial
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.generate.families.uniform import allowed, groups_of, units_in_order
+from hethub.planner.generate.families.uniform import groups_of, units_in_order
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
@@ -30,7 +30,7 @@ def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
     for number in range(1, min(len(nodes), problem.model.layers) + 1):
         parts = _split_once(parts, cut) if number > 1 else parts
         sorts = _by_memory(problem, list(map(count, parts)))
-        if allowed(problem, number, sum(units for _, units in sorts[0])):
+        if problem.allows([sum(units for _, units in sorts[0])] * number):
             for micro_batch in problem.micro_batches:
                 groups = {own: groups_of(problem, dict(own), micro_batch) for own in set(sorts)}
                 for recompute in problem.recomputes:
@@ -146,7 +146,7 @@ def _candidate(
         CandidateStage(1 + more, groups, recompute, problem.usual_zero)
         for more, groups in zip(extra, stages, strict=True)
     ]
-    return Candidate(tuple(formed), alike=False)
+    return Candidate(tuple(formed), alike=False, pattern=Pattern(problem.schedule))
 
 
 def _speed(unit_costs: UnitCosts, groups: tuple[ReplicaGroup, ...], recompute: Recompute) -> float:
