@@ -45,7 +45,7 @@ QUESTIONS = [
     ("poplar", {"zero": 3}, 10, None),
     ("cephalo", {}, 11, "layered"),
     ("zorse", {}, 11, None),
-    ("zorse", {"zero": 2}, 4, "ministages"),
+    ("zorse", {"zero": 2, "schedule": "ministages"}, 4, "ministages"),
     ("uniform", {"pp": 2}, 12, None),
 ]
 
