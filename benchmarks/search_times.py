@@ -5,6 +5,7 @@ Times are from the start of a process to its answer with both bounds; search_sec
 `python benchmarks/search_times.py COUNT SEED EXPLAIN` prints one search as JSON.
 """
 
+import gc
 import json
 import math
 import random
@@ -186,6 +187,7 @@ def main() -> None:
     count, *rest = map(int, sys.argv[1:5])
     seed, explain, alike = (*rest, 0, 0, 0)[:3]
     print(json.dumps(one(count, seed, bool(explain), bool(alike))))
+    gc.freeze()  # as the program ends (hethub/cli.py)
 
 
 if __name__ == "__main__":
