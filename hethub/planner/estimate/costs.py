@@ -82,8 +82,9 @@ class UnitCosts:
     def _sums_of_backward(self, device_type: int, tp: int, samples: int, once: float) -> float:
         """What a layer's two sums add to its backward, as the predictor has it; where zero_bubble is searched beside
         1F1B, as 1F1B has it."""
-        apart = self.problem.schedule == "zero_bubble" or self.problem.cluster.emulated or self._on_cpu[device_type]
-        if not once or apart:
+        problem = self.problem
+        apart = problem.schedule == "zero_bubble" or problem.cluster.emulated or self._on_cpu[device_type]
+        if not once or apart or not problem.software.sums_beside_weights:
             return 2 * once
         cost = self.network.fit["overlap_cost"]
         return self.layer_costs[device_type].sums_beside_weights(samples, tp, 1 / tp, once, cost)

@@ -137,3 +137,18 @@ def test_zorse_parts_regions_before_it_parts_machines() -> None:
     for candidate in pairs:
         assert sorted(sorted(own.device_type for own in stage.groups) for stage in candidate.stages) == [[0, 1], [2, 3]]
     assert max(len(candidate.stages) for candidate in candidates) == 8
+
+
+def test_zorse_keeps_to_the_given_replicas_in_every_group() -> None:
+    """Only the first group was asked, and what others broke took the places of plans that keep to it."""
+    nodes = [
+        {"name": name, "accelerator": cpu(f"cpu-{name}", 0.05, 1.0), "accelerators": size, "gbps_per_nic": 5}
+        for name, size in (("a", 4), ("b", 2), ("c", 2))
+    ]
+    of_node = {"a": "east", "b": "west", "c": "west"}
+    regions = {"names": ["east", "west"], "of_node": of_node, "gbps": [[100, 1], [1, 100]]}
+    on = ClusterSpec.model_validate({"name": "unlike", "emulated": True, "nodes": nodes, "links": {"regions": regions}})
+    asked = pose(MODEL, on, Batch(48, 128, "fp32"), ConstraintsSpec(dp=4))
+    found = list(FAMILIES["zorse"].propose(asked, Estimator(asked)))
+    sizes = {tuple(sum(group.number for group in stage.groups) for stage in candidate.stages) for candidate in found}
+    assert sizes == {(4, 4)}

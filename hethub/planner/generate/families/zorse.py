@@ -30,7 +30,7 @@ def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
     for number in range(1, min(len(nodes), problem.model.layers) + 1):
         parts = _split_once(parts, cut) if number > 1 else parts
         sorts = _by_memory(problem, list(map(count, parts)))
-        if problem.allows([sum(units for _, units in sorts[0])] * number):
+        if problem.allows([sum(units for _, units in own) for own in sorts]):
             for micro_batch in problem.micro_batches:
                 groups = {own: groups_of(problem, dict(own), micro_batch) for own in set(sorts)}
                 for recompute in problem.recomputes:
