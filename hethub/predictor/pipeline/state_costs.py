@@ -219,8 +219,18 @@ class StateCosts:
             gather = shown + self._overlap_cost(stage) * (gather - shown)
         if stage_spec.zero == 1:
             return self._beside_backward(stage, portion, uneven * self.ring_seconds(stage, num_bytes), tail, gather)
-        last = self.reduce_seconds(stage, portion or self.whole[stage])[0] if self.software.gathers_ahead else 0.0
-        return Reduction(last, last, gather if stage_spec.zero == 2 else 0.0)
+        ends = portion or self.whole[stage]
+        if stage_spec.zero == 3:  # a step's first weights come before anything that would hide them
+            gather = self._by_layer(stage, ends, self.width)[0] if self.in_rounds(stage) else 0.0
+        last = self.reduce_seconds(stage, ends)[0] if self.software.gathers_ahead else 0.0
+        norms = self.norms_seconds(stage, ends)
+        return Reduction(last + norms, last + norms, gather + norms)
+
+    def norms_seconds(self, stage: int, portion: Portion) -> float:
+        """What a portion's norms add to a sum and to sending weights, which they do in rounds, by themselves there."""
+        if not (self.software.norms_apart and self.in_rounds(stage)):
+            return 0.0
+        return self.ring_seconds(stage, self.model.hidden * (2 * portion.layers + portion.last) * self.width)
 
     def _beside_backward(
         self, stage: int, portion: Portion | None, seconds: float, tail: float, gather: float

@@ -81,14 +81,15 @@ def test_shortcuts_charge_it_alike(schedule: str, zero: int, gbps: float) -> Non
 
 @pytest.mark.parametrize("gbps", [100, 400])
 def test_one_microbatch_in_rounds_and_layer_by_layer_is_one_thing(gbps: int) -> None:
-    """ZeRO-3 with a microbatch for each replica runs the same under 1F1B and `layered`; it was priced 13 % apart."""
+    """ZeRO-3 with a microbatch for each replica runs the same under 1F1B and `layered`; it was priced 13 % apart. Rounds
+    count a step's first weights whole, and once more what the last layer does not hide of the next round's."""
     on = cluster(("A100-SXM4-80GB", 2, 8), gbps=gbps)
     layout = uniform(LLAMA_8B, on, tp=1, pp=1, micro_batch=1, batch=16, seq=4096, zero=3)
     rounds, layered = (
         predict(Layout(layout.plan.replace(schedule=schedule), LLAMA_8B, on)).step_seconds
         for schedule in ("1f1b", "layered")
     )
-    assert layered == pytest.approx(rounds, rel=0.02)
+    assert layered == pytest.approx(rounds, rel=0.03)
 
 
 def test_a_reduction_does_not_depend_on_the_microbatches() -> None:
@@ -110,6 +111,19 @@ def test_cores_that_sum_and_copy_themselves_compute_nothing_beside() -> None:
         gather, reduce = sum(costs.state.gather_seconds(0, portion)), sum(costs.state.reduce_seconds(0, portion))
         in_a_row += 8 * (found.forward.compute + found.backward.compute) + 2 * gather + reduce
     assert step_times(costs.layout, costs, full=True).seconds == pytest.approx(in_a_row)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_the_first_weights_of_a_step_and_its_norms_are_waited_for_in_rounds(zero: int) -> None:
+    """They were free: a rehearsal of one small round took a fifth longer than predicted."""
+    costs = costs_of("1f1b", zero)
+    state, whole = costs.state, costs.state.whole[0]
+    found, norms = state.reduction(0), state.norms_seconds(0, whole)
+    assert norms > 0
+    assert found.tail_seconds == pytest.approx(state.reduce_seconds(0, whole)[0] + norms)
+    if zero == 3:
+        assert found.gather_seconds == pytest.approx(state.gather_seconds(0, whole)[0] + norms)
+    assert costs_of("layered", 3).state.reduction(0).gather_seconds == 0
 
 
 @pytest.mark.parametrize("schedule", ["layered", "1f1b"])

@@ -101,7 +101,7 @@ _EAGER_MEGATRON: dict[str, Any] = {
     "math": "fp16", "fused_attention": False, "fused_elementwise": True, "overlapped_reduction": False, "chunked_loss": False,
     "gradient_pass_bytes": HALF_GRADIENT_BYTES, "spread_boundaries": True, "gathers_ahead": False,
     "sums_beside_weights": False,
-    "one_tied_copy": False, "keeps_gate_activation": True,
+    "norms_apart": False, "one_tied_copy": False, "keeps_gate_activation": True,
 }  # fmt: skip
 
 

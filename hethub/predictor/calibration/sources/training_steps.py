@@ -368,6 +368,7 @@ def _software(
         attention_dropout=not row["source"].startswith(WITHOUT_ATTENTION_DROPOUT),
         gathers_ahead=False,
         sums_beside_weights=False,
+        norms_apart=False,
         one_tied_copy=False,
         keeps_gate_activation=not known.fused_gate,
         gradient_pass_bytes=None if known.autocast else HALF_GRADIENT_BYTES,
