@@ -27,7 +27,27 @@ class Spec(BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain YAML-able data without the keys that hold their default of None."""
-        return self.model_dump(mode="json", exclude_none=True)
+        plain: dict[str, Any] = _without_defaults_of_none(self, self.model_dump(mode="json"))
+        return plain
+
+
+def _without_defaults_of_none(value: Any, data: Any) -> Any:
+    """`data`, which was dumped of `value`. A key whose default is another one keeps its None."""
+    if isinstance(value, Spec) and isinstance(data, dict):
+        fields = type(value).model_fields
+        return {
+            name: _without_defaults_of_none(getattr(value, name), own)
+            for name, own in data.items()
+            if own is not None or fields[name].default is not None
+        }
+    if isinstance(value, Mapping):
+        return {
+            key: _without_defaults_of_none(own, part)
+            for own, (key, part) in zip(value.values(), data.items(), strict=True)
+        }
+    if isinstance(value, list | tuple):
+        return [_without_defaults_of_none(own, part) for own, part in zip(value, data, strict=True)]
+    return data
 
 
 SpecT = TypeVar("SpecT", bound=Spec)

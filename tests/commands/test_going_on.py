@@ -121,6 +121,19 @@ def test_a_changed_job_is_refused_key_by_key_unless_it_is_accepted(job, tmp_path
     assert steps_of(tmp_path / "run") == list(range(1, 7))
 
 
+def test_a_job_without_clipping_goes_on_as_it_is(job, tmp_path):
+    """The run folder's job.yaml had no null of a key whose default is another value: the job had changed, it was said,
+    and `--resume auto` began anew."""
+    without = ["--set", "train.grad_clip=null", "--set", "checkpoint.every_steps=null"]
+    assert train(job, "--resume", "auto", "--set", "train.steps=2", *without, cwd=tmp_path).exit_code == 0
+    ended = train(job, "--resume", "auto", *without, cwd=tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    assert "resumed behind step 2" in ended.stdout
+    (run,) = (tmp_path / "runs").iterdir()
+    kept = load_job(run / "job.yaml").spec
+    assert kept.train.grad_clip is kept.checkpoint.every_steps is None
+
+
 def test_a_run_goes_on_from_an_older_checkpoint_that_is_named(job, tmp_path):
     checkpoints = tmp_path / "run" / "checkpoints"
     keep = ["--set", "checkpoint={every_steps: 2, keep: 3}"]

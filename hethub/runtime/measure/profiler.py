@@ -276,10 +276,14 @@ def profile_world(
     progress: Progress = lambda text: None,
 ) -> ProfileSpec:
     """The merged profile of all ranks' accelerators and the links between them; the same on every rank."""
+    points = len(seq_lens) * len(set(tps) & set(tp_degrees(model))) * len(micro_batches)
+    most = max(world.all_gather_objects(points))  # ranks of small machines have fewer, and wait with the others
     device = measure_device(
         model, accelerator, precision, world.device, seq_lens=seq_lens, micro_batches=micro_batches, tps=tps,
         seconds_per_point=seconds_per_point, ready=world.barrier, progress=progress,
     )  # fmt: skip
+    for _ in range(most - points):
+        world.barrier()
     progress("links")
     links = measure_links(world, machines) if world.size > 1 else []
     own = ProfileSpec(

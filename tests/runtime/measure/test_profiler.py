@@ -16,13 +16,15 @@ from tests.support.layouts import Case, build_trainer, replica, stage
 from tests.support.ranks import run_ranks
 
 
-def profile_on_rank(world: Any) -> dict[str, Any]:
+def profile_on_rank(world: Any, sizes: tuple[int, ...] = (4,)) -> dict[str, Any]:
     from hethub.runtime.measure.profiler import profile_world
     from hethub.spec.accelerator import find_accelerator
 
+    machines = [machine for machine, size in enumerate(sizes) for _ in range(size)]
+    tps = [tp for tp in (1, 2) if tp <= sizes[machines[world.rank]]]
     return profile_world(
-        world, TINY, find_accelerator("CPU-core"), "fp32", [0] * world.size,
-        seq_lens=[64], micro_batches=[1, 2], tps=[1, 2], seconds_per_point=0.01,
+        world, TINY, find_accelerator("CPU-core"), "fp32", machines,
+        seq_lens=[64], micro_batches=[1, 2], tps=tps, seconds_per_point=0.01,
     ).to_dict()  # fmt: skip
 
 
@@ -39,6 +41,14 @@ def test_all_ranks_of_two_islands_measure_one_profile() -> None:
     prediction = predict(layout, profile=profile)
     assert not prediction.extrapolated
     assert 0 < prediction.step_seconds < math.inf
+
+
+def test_a_smaller_machine_measures_fewer_degrees() -> None:
+    """Its rank made fewer barriers than the others, which waited until the timeout."""
+    profiles = run_ranks(3, profile_on_rank, (2, 1), islands=[[0, 1], [2]])
+    assert all(profile == profiles[0] for profile in profiles)
+    points = {(t.micro_batch, t.tp) for t in ProfileSpec.model_validate(profiles[0]).devices[0].layers}
+    assert points == {(b, tp) for b in (1, 2) for tp in (1, 2)}
 
 
 @pytest.mark.parametrize(("stands_still", "on_device"), [(False, False), (True, False), (True, True)])
