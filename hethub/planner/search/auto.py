@@ -42,9 +42,11 @@ def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
         evaluate_all(incumbent, modes.thriftiest(problem, few))
         climb_leaders(incumbent, effort)
     for used in fewer_device_types(incumbent):
-        fewer = _table(incumbent, used)
-        if fewer.bound[0] >= incumbent.best_seconds or incumbent.out_of_time:
+        if incumbent.out_of_time:
             break
+        fewer = _table(incumbent, used)
+        if fewer.bound[0] >= incumbent.best_seconds:
+            continue
         incumbent.evaluator.microbatches_left = effort.microbatches
         look(incumbent, effort, fewer, best_cuts(problem, fewer, effort.cuts))
     if incumbent.out_of_time:

@@ -1,13 +1,15 @@
 """Which device types a plan may leave unused."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from hethub.planner.evaluate.incumbent import Incumbent
+from hethub.planner.problem.problem import Problem
 
 
 def fewer_device_types(incumbent: Incumbent) -> Iterator[list[int]]:
     """All but the device types with the least memory, one after the other, as long as no plan is known that fits; then
-    without the slowest, the next slowest too, and so on."""
+    without the slowest, the next slowest too, and so on; then those of one maker and of one region."""
     device_types = incumbent.problem.device_types
     used = sorted(range(len(device_types)), key=lambda own: device_types[own].memory_bytes)
     while not incumbent.fitting and len(used) > 1:
@@ -17,3 +19,15 @@ def fewer_device_types(incumbent: Incumbent) -> Iterator[list[int]]:
     while incumbent.fitting and len(used) > 1:
         used = used[1:]
         yield used
+    yield from _behind_one_link(incumbent.problem)
+
+
+def _behind_one_link(problem: Problem) -> list[list[int]]:
+    """The device types of each maker and of each region, which the slowest links part from the others."""
+    regions, groups = problem.cluster.links.regions, defaultdict[tuple[str, str], list[int]](list)
+    for number, device_type in enumerate(problem.device_types):
+        groups["maker", device_type.island].append(number)
+        if regions:
+            node = problem.cluster.places[device_type.ranks[0]].node
+            groups["region", regions.of_node[node.name]].append(number)
+    return [list(own) for own in dict.fromkeys(map(tuple, groups.values())) if len(own) < len(problem.device_types)]
