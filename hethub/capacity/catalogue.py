@@ -92,7 +92,8 @@ def cluster_of(catalogue: CatalogueSpec, counts: dict[str, int], have: ClusterSp
     ]
     name = have.name if have and not rented else "capacity"
     links = have.links if have else catalogue.links.among({node.name for node in rented})
-    whose = "the nodes of the catalogue" + (" beside those owned" if have else "")
+    beside = f" beside those of cluster '{have.name}' (--have), whose links count for all" if have else ""
+    whose = f"the nodes of the catalogue{beside}"
     emulated = have is not None and have.emulated
     data = {"name": name, "emulated": emulated, "nodes": owned + rented, "links": links}
     return build(ClusterSpec, data, Source(whose), "cluster")
