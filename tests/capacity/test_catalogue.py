@@ -72,5 +72,7 @@ def test_what_makes_no_cluster_is_bad_input(links: dict[str, Any], count: int, t
             "links": links,
         }
     )
-    with pytest.raises(BadInput, match=rf"beside those of cluster 'ours' \(--have\), whose links count for all: .*{told}"):
+    with pytest.raises(
+        BadInput, match=rf"beside those of cluster 'ours' \(--have\), whose links count for all: .*{told}"
+    ):
         cluster_of(catalogue(), {"fast": count}, have)
