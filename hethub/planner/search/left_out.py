@@ -16,10 +16,9 @@ def fewer_device_types(incumbent: Incumbent) -> Iterator[list[int]]:
         used = used[1:]
         yield used
     used.sort(key=incumbent.costs.unit_costs.layer_rate)
-    while incumbent.fitting and len(used) > 1:
-        used = used[1:]
-        yield used
-    yield from _behind_one_link(incumbent.problem)
+    faster = [used[first:] for first in range(1, len(used))]
+    unlike = dict.fromkeys(tuple(sorted(own)) for own in [*faster, *_behind_one_link(incumbent.problem)])
+    yield from map(list, unlike)
 
 
 def _behind_one_link(problem: Problem) -> list[list[int]]:
