@@ -82,7 +82,7 @@ def on_random_cluster(case: Case, draw: random.Random) -> Layout:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", type=int, default=60)
+    parser.add_argument("--plans", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
     draw, errors, late = random.Random(asked.seed), list[float](), 0
