@@ -12,6 +12,7 @@ import itertools
 import random
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -25,7 +26,6 @@ from benchmarks.hetero import table
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
-from hethub.spec.plan import PlanSpec
 from tests.spec.random_plans import trained_cases
 from tests.support.layouts import Case
 
@@ -67,17 +67,13 @@ def on_random_cluster(case: Case, draw: random.Random) -> Layout:
                 "gbps_per_nic": draw.choice([10, 100]),
             }
         )
-    cluster = ClusterSpec.model_validate({"name": "random", "emulated": True, "nodes": nodes})
-    plan = PlanSpec.model_validate(
-        {
-            "model": case.model.name, "cluster": "random", "global_batch": case.global_batch, "seq_len": SEQ_LEN,
-            "precision": "fp32", "schedule": case.schedule,
-            "stages": [
-                {**stage, "layers": [[LAYERS * end for end in chunk] for chunk in stage["layers"]]} for stage in case.stages
-            ],
-        }
-    )  # fmt: skip
-    return bind(plan, case.model.replace(layers=LAYERS * case.model.layers, hidden=HIDDEN, ffn=FFN), cluster)
+    own = replace(
+        case, seq_len=SEQ_LEN, precision="fp32",
+        model=case.model.replace(layers=LAYERS * case.model.layers, hidden=HIDDEN, ffn=FFN),
+        stages=[{**stage, "layers": [[LAYERS * end for end in chunk] for chunk in stage["layers"]]} for stage in case.stages],
+    ).layout()  # fmt: skip
+    cluster = ClusterSpec.model_validate({"name": own.cluster.name, "emulated": True, "nodes": nodes})
+    return bind(own.plan, own.model, cluster)
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 The evaluator of every plan is the predictor. These figures are its figures for one replica, without a plan around it.
 """
 
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -65,9 +66,9 @@ class UnitCosts:
         """Seconds per micro-batch of `samples` on a unit of `tp` ranks of the device type."""
         cost = self.layer_costs[device_type]
         tokens = samples * self.problem.batch.seq_len
-        once = self.all_reduce(device_type, tp, tokens * self.problem.model.hidden * self.width)
-        times, sizes = self.problem.software.loss_sums(tokens)
-        loss = times * sum(self.all_reduce(device_type, tp, each) for each in sizes)
+        all_reduce = partial(self.all_reduce, device_type, tp)
+        once = all_reduce(tokens * self.problem.model.hidden * self.width)
+        loss = self.problem.software.loss_seconds(tokens, all_reduce)
         layer, embedding, head = cost.layer(samples, tp, recompute), cost.embedding(samples), cost.head(samples, 1 / tp)
         again = 2 * once if recompute == "full" else 0.0
         return Rate(

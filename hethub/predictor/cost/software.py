@@ -1,6 +1,7 @@
 """How a step is executed beside its plan: what published measurements vary and hethub's own runtime fixes."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -63,11 +64,11 @@ class Software:
         """What matrix products run in for a plan of this precision."""
         return self.math or precision
 
-    def loss_sums(self, tokens: float) -> tuple[int, tuple[float, float]]:
-        """What ranks that share a vocabulary tell each other of their logits in fp32: how often, and the bytes of each
-        token's largest one and of its two sums."""
+    def loss_seconds(self, tokens: float, all_reduce: Callable[[float], float]) -> float:
+        """What ranks that share a vocabulary need to tell each other of their logits in fp32: of each token the largest one,
+        then two sums. `all_reduce` gives the seconds of so many bytes."""
         times = math.ceil(tokens / LOSS_CHUNK_TOKENS) if self.chunked_loss else 1
-        return times, (4 * tokens / times, 8 * tokens / times)
+        return times * sum(all_reduce(each * tokens / times) for each in (4, 8))
 
 
 HETHUB = Software()

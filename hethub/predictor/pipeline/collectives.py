@@ -40,11 +40,6 @@ class Collectives:
         for stage in stages:
             self._step_and_gather(stage)
 
-    @property
-    def steps_by_chunk(self) -> bool:
-        """Whether the chunks of a stage are stepped apart."""
-        return self.layout.plan.steps_chunk_by_chunk and self.layout.plan.num_chunks > 1
-
     def _portion(self, stage: StageNodes, chunk: int) -> Portion | None:
         """What a chunk runs, None where it is all of the stage."""
         portions = self.costs.state.portions[stage.index]
@@ -83,10 +78,10 @@ class Collectives:
                 node = self._beside(stream, reduction.seconds, stage.completing(chunk))
                 tail = self._meet(stage.completing(chunk), reduction.tail_seconds)
                 self._wait(stage.reduces(chunk), node, tail)
-        whole = self.costs.state.reduction(stage.index)
-        if self.layout.plan.schedule == "layered" and whole.seconds:
-            last = stage.chunks[-1]
-            self._wait(stage.reduces(last), self._meet(stage.completing(last), whole.tail_seconds))
+        if self.layout.plan.schedule == "layered":
+            last, seconds = stage.chunks[-1], self.costs.state.reduction(stage.index).tail_seconds
+            if seconds:
+                self._wait(stage.reduces(last), self._meet(stage.completing(last), seconds))
 
     def _collect_by_pass(self, stage: StageNodes, sharded: bool) -> None:
         """Weights brought once per chunk and pass while the pass before runs; where gradients are `sharded`, one
@@ -124,7 +119,7 @@ class Collectives:
     def _step_and_gather(self, stage: StageNodes) -> None:
         """Steps behind all compute wait for the norm of all stages' gradients; gathers wait for all owners."""
         for chunk in stage.updates[Kind.STEP]:
-            portion = self._portion(stage, chunk) if self.steps_by_chunk else None
+            portion = self._portion(stage, chunk) if self.costs.state.steps_apart else None
             gather = self.costs.state.reduction(stage.index, portion).gather_seconds
             own: dict[int, float] = {}  # by actor
             for place, run in stage.runs.items():
@@ -132,7 +127,7 @@ class Collectives:
                 own[run.actor] = max(own.get(run.actor, 0.0), seconds)
                 self.optimizer_seconds[place] += seconds
                 self.gather_seconds[place] += gather
-            if self.steps_by_chunk:
+            if self.costs.state.steps_apart:
                 self._catch_up(stage, chunk, own, gather)
             else:
                 self._update(stage, chunk, own, gather)

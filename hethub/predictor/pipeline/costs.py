@@ -3,7 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from hethub.predictor.cost.cache import layer_cost_of, memoized
 from hethub.predictor.cost.constants import Constants
@@ -225,8 +225,8 @@ class PlanCosts:
             return 0.0, 0.0
         stage_spec = self.layout.stages[stage]
         group = self.network.group(spec.ranks[:tp])
-        sharing = self.network.sharing(group)
-        once = self.network.all_reduce(group, self._activation_bytes(samples), sharing)
+        all_reduce = partial(self.network.all_reduce, group, sharing=self.network.sharing(group))
+        once = all_reduce(self._activation_bytes(samples))
         if self.software.overlapped_tensor_parallel and self.software.sequence_parallel:
             once *= self.network.fit["tensor_parallel_shown"]
         layers, ends = portion.layers, portion.first + portion.last
@@ -239,9 +239,12 @@ class PlanCosts:
             own - slowest + self._sums_of_backward(stage, rank, tp, share, samples, once)
             for own, (share, rank) in zip(alone, unlike, strict=True)
         )
-        times, sizes = self.software.loss_sums(samples * self.plan.seq_len / self.software.context_parallel)
-        loss = portion.last * times * sum(self.network.all_reduce(group, each, sharing) for each in sizes)
-        return (2 * layers + ends) * once + loss, layers * backward + again
+        forward = (2 * layers + ends) * once
+        if portion.last:
+            forward += self.software.loss_seconds(
+                samples * self.plan.seq_len / self.software.context_parallel, all_reduce
+            )
+        return forward, layers * backward + again
 
     def _sums_of_backward(self, stage: int, rank: int, tp: int, share: float, samples: int, once: float) -> float:
         """What a layer's two sums add to its backward on a rank. They run beside the gradients of the weights before

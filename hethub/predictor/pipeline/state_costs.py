@@ -303,6 +303,11 @@ class StateCosts:
         places, real = self.layout.cluster.places, not self.layout.cluster.emulated
         return tuple(real and all(is_cpu(places[rank].accelerator) for rank in s.ranks) for s in self.layout.stages)
 
+    @property
+    def steps_apart(self) -> bool:
+        """Whether the chunks of a stage are stepped each by itself."""
+        return self.layout.plan.steps_chunk_by_chunk and self.layout.plan.num_chunks > 1
+
     def level(self, stage: int) -> int:
         """The ZeRO level that the stage's ranks really have."""
         return zero_level(self.layout, stage, self.software)

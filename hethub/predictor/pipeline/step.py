@@ -121,10 +121,10 @@ def _replayed_times(wiring: Wiring, costs: PlanCosts | FoldedCosts, full: bool) 
     compute = Compute(wiring, costs)
     collectives = Collectives(costs, compute)
     updates = collectives.update_seconds
-    begins = updates if collectives.steps_by_chunk else _begins(updates)
+    begins = updates if costs.state.steps_apart else _begins(updates)
     graph, ends = compute.graph, replay(compute.graph, begins)
     over = [ends[graph.orders[run.actor][-1]] for run in compute.runs.values()]
-    seconds = max(over) if collectives.steps_by_chunk else min(over)
+    seconds = max(over) if costs.state.steps_apart else min(over)
     bottleneck = max(compute.spent, key=lambda place: compute.spent[place].total)
     parts = compute.spent[bottleneck]._asdict() | {"pp": 0.0, "optimizer": collectives.optimizer_seconds[bottleneck]}
     run = compute.runs[bottleneck]

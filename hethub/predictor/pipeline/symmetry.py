@@ -125,7 +125,7 @@ def extent(layout: Layout, costs: PlanCosts) -> Extent:
     waits that take longer to settle than the warm-up are approximated. Chunks stepped apart begin behind their updates, and
     stages of nearly one pace need any number of microbatches to make up for that: all are replayed.
     """
-    if layout.plan.steps_chunk_by_chunk:
+    if costs.state.steps_apart:
         return Extent(None, 0, 0)
     replicas = costs.chains
     counts = {-(-layout.replica(0, r).samples // layout.replica(0, r).micro_batch) for r in replicas}

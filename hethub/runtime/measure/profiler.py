@@ -57,7 +57,7 @@ def measure_device(
     """
     layers: list[LayerTiming] = []
     parts: list[PartTiming] = []
-    for seq_len, tp in product(seq_lens, sorted(set(tps) & set(tp_degrees(model)))):
+    for seq_len, tp in _shards(model, seq_lens, tps):
         stage = build_bench_stage(model, accelerator, precision, device, seq_len, tp)
         for micro_batch in micro_batches:
             progress(f"layer, {micro_batch} x {seq_len} tokens, TP {tp}")
@@ -74,6 +74,11 @@ def measure_device(
         parts=tuple(parts),
         optimizer_seconds_per_parameter=_optimizer(device, precision, seconds_per_point),
     )
+
+
+def _shards(model: ModelSpec, seq_lens: Sequence[int], tps: Sequence[int]) -> list[tuple[int, int]]:
+    """The sequence lengths with the degrees that the model can be cut in."""
+    return list(product(seq_lens, sorted(set(tps) & set(tp_degrees(model)))))
 
 
 def _timing(cls, place, seconds):  # type: ignore[no-untyped-def]
@@ -276,7 +281,7 @@ def profile_world(
     progress: Progress = lambda text: None,
 ) -> ProfileSpec:
     """The merged profile of all ranks' accelerators and the links between them; the same on every rank."""
-    points = len(seq_lens) * len(set(tps) & set(tp_degrees(model))) * len(micro_batches)
+    points = len(_shards(model, seq_lens, tps)) * len(micro_batches)
     most = max(world.all_gather_objects(points))  # ranks of small machines have fewer, and wait with the others
     device = measure_device(
         model, accelerator, precision, world.device, seq_lens=seq_lens, micro_batches=micro_batches, tps=tps,
