@@ -112,7 +112,12 @@ def _with_remedy(text: str) -> str:
     """A failure, and what to change where the system's refusal is behind it, on whichever rank."""
     remedies = (_REMEDIES[number] for words, number in _SAID_BY_TORCH.items() if words in text)
     remedy = next(remedies, None)
-    return text if remedy is None or remedy.rstrip(".") in text else f"{text.rstrip('.')}. {remedy}"
+    return text if remedy is None else _once(text, remedy)
+
+
+def _once(text: str, remedy: str) -> str:
+    """Both as sentences, the remedy where the text has not said it: the communicator does, for who uses it alone."""
+    return text if remedy.rstrip(".") in text else f"{text.rstrip('.')}. {remedy}"
 
 
 def _refused(error: OSError | MemoryError | RuntimeError) -> str | None:
@@ -123,7 +128,7 @@ def _refused(error: OSError | MemoryError | RuntimeError) -> str | None:
     if isinstance(error, MemoryError):
         return f"the system gives this process no more memory. {_REMEDIES[errno.ENOMEM]}"
     what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-    return f"{what}. {_REMEDIES.get(error.errno or 0, 'Nothing that was whole before is changed.')}"
+    return _once(what, _REMEDIES.get(error.errno or 0, "Nothing that was whole before is changed."))
 
 
 def _ended(error: Exception, code: int, *, quiet: bool, debug: bool, text: str | None = None) -> int:
