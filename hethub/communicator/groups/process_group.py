@@ -22,6 +22,7 @@ from hethub.spec.ranges import Range, from_sizes
 __all__ = ["HethubGroup", "Run", "Tensors", "Words"]
 
 
+@torch_private.run_as_written
 class HethubGroup(GroupCore):
     """A c10d group of ours: over several islands, or inside one for the uneven collectives."""
 
