@@ -1,5 +1,8 @@
 """An operation that fails on one rank alone: no later one is taken for it, and every rank is told."""
 
+import os
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -203,3 +206,26 @@ def refuse_what_does_not_fit(rank, store):
 def test_tensors_that_do_not_fit_are_refused(staged):
     environment = {"HETHUB_ISLANDS": "0|1", "HETHUB_STAGED_RANKS": staged}
     assert values(start_ranks(2, refuse_what_does_not_fit, timeout_seconds=60, environment=environment)) == [2.0, 2.0]
+
+
+UNLIKE_SUMS = """
+import sys, torch, torch.distributed as dist, hethub.communicator
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("hethub", store=store, rank=int(sys.argv[1]), world_size=2)
+dist.all_reduce(torch.ones(5 + dist.get_rank()))
+"""
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_program_that_ends_with_an_operations_error_ends_with_1(tmp_path, attempt):
+    """What gives the connections up is not met by the end of the interpreter in a native call, which would abort."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", UNLIKE_SUMS, str(rank), str(tmp_path / "store")],
+            env={**os.environ, "HETHUB_ISLANDS": "0|1", "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for ended, (_, said) in [(rank, rank.communicate(timeout=60)) for rank in ranks]:
+        assert "the two ranks' tensors do not fit each other" in said or "is gone" in said
+        assert ended.returncode == 1, said
