@@ -21,6 +21,7 @@ from hethub.communicator.bridge.staging import Stager
 from hethub.communicator.counters import Counters
 from hethub.communicator.joining.connection import Failure
 from hethub.communicator.joining.islands import Islands, island_index, restrict
+from hethub.communicator.joining.liveness import run_apart
 from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.joining.watch import Watch
 from hethub.communicator.relays.choice import Carriers, RelayChoice
@@ -128,7 +129,7 @@ class Context:
             self.aborted = True
             self.watch.liveness.report(f"failed: {failure}")
             # Where rank 0 has left nobody passes that on: then the others feel that the connections end.
-            threading.Thread(target=self.abort, name="hethub-giving-up", daemon=True).start()
+            run_apart(self.abort)
 
     def require_whole(self, what: str) -> None:
         """Raises RunFailed where an operation has failed on this rank: `what`, which comes behind it, cannot run."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import inspect
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ReduceOp as CReduceOp
+from torch._C._dynamo import eval_frame
 from torch.distributed import distributed_c10d as c10d
 
 from hethub.kernels.device import Device
@@ -251,6 +253,20 @@ def create_nccl_group(
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=for_messages)
     options._timeout = timedelta(seconds=timeout_seconds)
     return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def run_as_written(kind: type) -> type:
+    """The class, into whose functions torch.compile does not look: it runs them between its graphs, as a native backend's.
+
+    A group is opaque to Dynamo, which fails for good where it meets a member in Python. These are what
+    `torch.compiler.disable` sets, without its import of all of Dynamo.
+    """
+    skip = eval_frame._FrameExecStrategy(*[eval_frame._FrameAction.SKIP] * 2)
+    for function in vars(kind).values():
+        if inspect.isfunction(function):
+            function._torchdynamo_disable = True  # type: ignore[attr-defined]
+            eval_frame.set_code_exec_strategy(function.__code__, skip)
+    return kind
 
 
 def gloo_send(group: GlooGroup, tensor: torch.Tensor, peer: int, tag: int) -> Any:

@@ -287,7 +287,7 @@ class Job:
         if self.described is None:
             raise BadInput(
                 f"{self.path}: model {self.spec.model} is Python, which only strategy 'hap' can cut: `hethub plan`, `predict` and "
-                "`train` take it with plan: hap. Set that, or name a model file."
+                "`train` take it with plan: hap. Set that where it is missing; for anything else name a model file."
             )
         return self.described
 

@@ -264,3 +264,9 @@ def test_a_wrong_cluster_is_refused(tmp_path: Path, changes: dict[str, Any], exp
     with pytest.raises(BadInput, match=expected) as caught:
         load_cluster(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_command_for_described_models_does_not_ask_for_the_strategy_that_is_set(folder: Path) -> None:
+    job = load_job(write_job(folder, model="python:net:make", plan="hap"))
+    with pytest.raises(BadInput, match="Set that where it is missing; for anything else name a model file"):
+        _ = job.model

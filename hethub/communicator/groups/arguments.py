@@ -40,6 +40,36 @@ def check_count(name: str, row: Sequence[torch.Tensor], size: int) -> None:
         raise BadInput(f"{name} was given a list of {len(row)} tensors; pass one for each of the group's {size} ranks.")
 
 
+def check_member(name: str, rank: int, size: int, written: Sequence[torch.Tensor] = ()) -> None:
+    """Raises BadInput unless `rank` is a place in the group (else nobody would be a broadcast's root, and nothing be copied)
+    and what this rank writes to can be written to."""
+    if not 0 <= rank < size:
+        raise BadInput(
+            f"{name} was given rank {rank} of the group, whose ranks are 0 to {size - 1}; name one of these."
+        )
+    check_memory(name, written)
+
+
+def check_memory(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises BadInput unless each tensor is dense and has a place of its own for every element: a failure while it is
+    written would end the group."""
+    for tensor in tensors:
+        if kind := _unlike_plain_memory(tensor):
+            raise BadInput(f"{name} was given a tensor that {kind}; pass a dense one with a place for every element.")
+
+
+def _unlike_plain_memory(tensor: torch.Tensor) -> str | None:
+    if tensor.layout != torch.strided:
+        return f"has layout {tensor.layout}"
+    if tensor.is_quantized:
+        return "is quantized"
+    if tensor.is_meta:
+        return "is on device meta and holds nothing"
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return f"has shape {tuple(tensor.shape)} and strides {tensor.stride()}, so several elements lie in one place"
+    return None
+
+
 def rows_of(name: str, tensor: torch.Tensor, num_rows: Sequence[int], size: int) -> Sequence[torch.Tensor]:
     """For each of the group's ranks its rows of the tensor, equally many where no numbers are given. Raises BadInput."""
     rows = tensor.shape[0] if tensor.dim() else 1

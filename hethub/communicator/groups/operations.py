@@ -20,6 +20,7 @@ from hethub.communicator.bridge.staging import Staged
 from hethub.communicator.context import Context
 from hethub.communicator.counters import Leg
 from hethub.communicator.groups import debug
+from hethub.communicator.groups.arguments import check_member, check_memory
 from hethub.communicator.work import HethubWork, Job, Operation, Worker
 from hethub.spec.ranges import show_ranks
 
@@ -161,11 +162,17 @@ class GroupCore(torch_private.GroupBase):
     def _operation(self, name: str) -> Operation:
         return Operation(name=name, group=self._label, rank=self.context.rank, explainer=self.context)
 
+    def _message(self, name: str, peer: int, written: Sequence[torch.Tensor] = ()) -> Operation:
+        """A send or receive with a place in the group. Raises BadInput."""
+        check_member(name, peer, self._size, written)
+        return self._operation(name)
+
     def _submit(
         self, name: str, job: Run, tensors: Tensors, opts: Any = None, chosen: Words | None = None
     ) -> HethubWork:
         """Queues the job, behind those submitted before. `chosen` says what debug mode compares, by default the
         options."""
+        self._check_written(name, tensors)
         return self._queue(name, job, tensors, opts, chosen=chosen)
 
     def _submit_natively(
@@ -178,6 +185,7 @@ class GroupCore(torch_private.GroupBase):
         chosen: Words | None = None,
     ) -> HethubWork:
         """As `_submit`, for what launches legs on the island's library: in the turn taken here."""
+        self._check_written(name, tensors)
         with self._submitting:
             turn = take_turn()
             try:
@@ -187,6 +195,11 @@ class GroupCore(torch_private.GroupBase):
                 raise
         turn.begin()  # behind the job: that deals with each chunk while the next ones are launched
         return work
+
+    def _check_written(self, name: str, tensors: Tensors) -> None:
+        """Raises BadInput where a result has no place to be written to. Of operations with a root, roots alone check."""
+        if name not in ("reduce", "gather"):
+            check_memory(name, tensors)
 
     def _queue(
         self,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.arithmetic import Reduction
 from hethub.communicator.bridge.staging import Staged
-from hethub.communicator.groups.arguments import check_count, check_parts, check_row, rows_of
+from hethub.communicator.groups.arguments import check_count, check_member, check_parts, check_row, rows_of
 from hethub.communicator.groups.debug import option_words, range_words, reduction_word
 from hethub.communicator.groups.operations import GroupCore, Run, Tensors, Words
 from hethub.communicator.work import HethubWork
@@ -22,6 +22,7 @@ from hethub.spec.ranges import Range, from_sizes
 __all__ = ["HethubGroup", "Run", "Tensors", "Words"]
 
 
+@torch_private.run_as_written
 class HethubGroup(GroupCore):
     """A c10d group of ours: over several islands, or inside one for the uneven collectives."""
 
@@ -29,7 +30,7 @@ class HethubGroup(GroupCore):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> HethubWork:
         if tensors[0].is_sparse:
-            return self._submit("all_reduce", lambda: _completed(self._gloo.allreduce(tensors, opts)), tensors)
+            return self._queue("all_reduce", lambda: _completed(self._gloo.allreduce(tensors, opts)), tensors)
         return self._all_reduce(tensors, opts, "all_reduce")
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> HethubWork:
@@ -83,7 +84,7 @@ class HethubGroup(GroupCore):
 
     def reduce(self, tensors: Tensors, opts: Any) -> HethubWork:
         tensor, reduction = tensors[0], self._reduction(opts.reduceOp, tensors[0].dtype)
-        ranges = self._all_at(opts.rootRank, tensor.numel())
+        ranges = self._all_at("reduce", opts.rootRank, tensor)
         if self._legs is not None and self._stager.on_device(tensor) and self._legs.library.can_reduce(reduction):
             out = tensor if self._rank == opts.rootRank else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             return self._scatter_natively(out, [tensor], ranges, reduction, "reduce", None, opts, told=tensors)
@@ -182,7 +183,7 @@ class HethubGroup(GroupCore):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> HethubWork:
         tensor = tensors[opts.rootTensor]
-        return self._gather_in_place("broadcast", tensor, self._all_at(opts.rootRank, tensor.numel()), opts)
+        return self._gather_in_place("broadcast", tensor, self._all_at("broadcast", opts.rootRank, tensor), opts)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HethubWork:
         check_row("all_gather", outputs[0], inputs[0], self._rank, self._size)
@@ -282,6 +283,7 @@ class HethubGroup(GroupCore):
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> HethubWork:
         tensors = outputs[0] if outputs else inputs
+        check_member("gather", opts.rootRank, self._size, outputs[0] if outputs else [])
         if outputs:
             check_row("gather", tensors, inputs[0], self._rank, self._size)
         if self._moves_natively(inputs[0]):
@@ -298,6 +300,7 @@ class HethubGroup(GroupCore):
         return self._submit("gather", job, tensors, chosen=lambda: option_words(opts))
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> HethubWork:
+        check_member("scatter", opts.rootRank, self._size)
         if inputs:
             check_row("scatter", inputs[0], outputs[0], self._rank, self._size)
         if self._moves_natively(outputs[0]):
@@ -362,18 +365,19 @@ class HethubGroup(GroupCore):
     # ---- point to point
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> torch_private.WorkBase:
-        return self.point_to_point.send(tensors[0], peer, tag, self._operation("send"))
+        return self.point_to_point.send(tensors[0], peer, tag, self._message("send", peer))
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> torch_private.WorkBase:
-        return self.point_to_point.receive(tensors[0], peer, tag, self._operation("recv"))
+        return self.point_to_point.receive(tensors[0], peer, tag, self._message("recv", peer, tensors))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> torch_private.WorkBase:
         return self.point_to_point.receive_any(tensors[0], tag, self._operation("recv from any rank"))
 
     # ---- the rest
 
-    def _all_at(self, root: int, num_elements: int) -> list[Range]:
-        return from_sizes([num_elements if rank == root else 0 for rank in range(self._size)])
+    def _all_at(self, name: str, root: int, tensor: torch.Tensor) -> list[Range]:
+        check_member(name, root, self._size, [tensor] if root == self._rank else [])
+        return from_sizes([tensor.numel() if rank == root else 0 for rank in range(self._size)])
 
 
 def _op(opts: Any) -> Any:

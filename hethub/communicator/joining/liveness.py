@@ -1,10 +1,12 @@
 """Who is alive: every rank keeps a connection to rank 0's hub, and its end without a goodbye is news at once."""
 
+import atexit
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
+from functools import partial
 from typing import Any, TypeVar
 
 from hethub.communicator.joining.connection import Connection, Failure, proof
@@ -14,6 +16,7 @@ from hethub.spec.errors import RunFailed
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.2
+_GIVING_UP_SECONDS = 5.0
 _MAX_REASON_CHARACTERS = 4_000  # so that a report stays a line that the hub reads
 
 
@@ -79,7 +82,7 @@ class Liveness:
             if self.failure is None:
                 self._callbacks.append(callback)
                 return
-        threading.Thread(target=callback, args=(self.failure,), daemon=True).start()
+        run_apart(partial(callback, self.failure))
 
     def report(self, reason: str) -> None:
         """Tells all ranks that this one has failed and why; the first report of the world counts."""
@@ -144,4 +147,35 @@ class Liveness:
         self._failed.set()
         self._told.set()
         for callback in callbacks:
-            threading.Thread(target=callback, args=(failure,), daemon=True).start()
+            run_apart(partial(callback, failure))
+
+
+class _GivingUp:
+    """Threads that give connections up, for which the end of the process waits a moment; behind that none begins.
+
+    A thread that comes back from a native call while the interpreter is torn down aborts the process: a program that ends
+    with the error of its operation would end by SIGABRT.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._ended = False
+        atexit.register(self._end)
+
+    def begin(self, run: Callable[[], None]) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self._threads.append(threading.Thread(target=run, name="hethub-giving-up", daemon=True))
+            self._threads[-1].start()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._ended = True
+        for thread in self._threads:
+            thread.join(_GIVING_UP_SECONDS)
+
+
+run_apart = _GivingUp().begin

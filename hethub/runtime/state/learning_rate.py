@@ -80,6 +80,6 @@ class Schedule:
         if fixed or self._end == train.steps:
             return []
         return [
-            f"the learning rate keeps falling to min_lr at step {self._end}, where the run was to end when it began; to stretch it to "
-            f"train.steps {train.steps}, set train.decay_steps"
+            f"the learning rate falls to min_lr at step {self._end}, where the run was to end when it began; to have it fall until "
+            f"train.steps {train.steps}, give another train.decay_steps, with --accept-changes"
         ]

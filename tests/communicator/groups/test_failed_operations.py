@@ -1,5 +1,8 @@
 """An operation that fails on one rank alone: no later one is taken for it, and every rank is told."""
 
+import os
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -105,21 +108,43 @@ def test_what_cannot_be_queued_fails_on_all_ranks_and_holds_no_turn(size):
         assert all("failed on rank 0: RuntimeError: can't start new thread" in each for each in said)
 
 
-def refuse_what_has_no_meaning(rank, store):
-    """What a bad argument says, and the sum behind it."""
+REFUSED = {
+    "has no meaning": lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BXOR),
+    "broadcast was given rank 9 of the group, whose ranks are 0 to 1": lambda: dist.broadcast(torch.ones(3), 9),
+    "broadcast was given rank -1": lambda: dist.broadcast(torch.ones(3), -1),
+    "reduce was given rank 9": lambda: dist.reduce(torch.ones(3), 9),
+    "gather was given rank 9": lambda: dist.gather(torch.ones(3), None, 9),
+    "scatter was given rank 9": lambda: dist.scatter(torch.ones(3), None, 9),
+    "send was given rank 9": lambda: dist.send(torch.ones(3), 9),
+    "recv was given rank 9": lambda: dist.recv(torch.ones(3), 9),
+    "all_reduce was given .* several elements lie in one place": lambda: dist.all_reduce(torch.ones(1).expand(4)),
+    "broadcast was given .* several elements lie in one place": lambda: dist.broadcast(torch.ones(1).expand(4), 0),
+    "all_gather_into_tensor was given .* several": lambda: dist.all_gather_into_tensor(
+        torch.ones(1).expand(4), torch.ones(2)
+    ),
+    "on device meta": lambda: dist.all_reduce(torch.empty(3, device="meta")),
+    "broadcast was given .* torch.sparse_coo": lambda: dist.broadcast(torch.ones(3).to_sparse(), 0),
+}
+
+
+def refuse(rank, store):
+    """What bad arguments say, and the sum behind them."""
     dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
-    with pytest.raises(Exception, match="has no meaning") as refused:
-        dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BXOR)
+    for said, call in REFUSED.items():
+        with pytest.raises(BadInput, match=said):
+            call()
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
+    own = [torch.zeros(2), torch.zeros(2)] if rank == 1 else None
+    dist.gather(torch.ones(1).expand(2), own, 1)  # what is only read may lie in one place
     dist.destroy_process_group()
-    return type(refused.value).__name__, tensor[0].item()
+    return tensor[0].item(), own and [float(each.sum()) for each in own]
 
 
 def test_what_is_refused_at_submission_leaves_the_group_in_use():
     islands = {"HETHUB_ISLANDS": "0|1"}
-    outcomes = start_ranks(2, refuse_what_has_no_meaning, timeout_seconds=60, environment=islands)
-    assert values(outcomes) == [("BadInput", 2.0)] * 2
+    outcomes = start_ranks(2, refuse, timeout_seconds=60, environment=islands)
+    assert values(outcomes) == [(2.0, None), (2.0, [2.0, 2.0])]
 
 
 def use_a_destroyed_group(rank, store):
@@ -181,3 +206,26 @@ def refuse_what_does_not_fit(rank, store):
 def test_tensors_that_do_not_fit_are_refused(staged):
     environment = {"HETHUB_ISLANDS": "0|1", "HETHUB_STAGED_RANKS": staged}
     assert values(start_ranks(2, refuse_what_does_not_fit, timeout_seconds=60, environment=environment)) == [2.0, 2.0]
+
+
+UNLIKE_SUMS = """
+import sys, torch, torch.distributed as dist, hethub.communicator
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("hethub", store=store, rank=int(sys.argv[1]), world_size=2)
+dist.all_reduce(torch.ones(5 + dist.get_rank()))
+"""
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_program_that_ends_with_an_operations_error_ends_with_1(tmp_path, attempt):
+    """What gives the connections up is not met by the end of the interpreter in a native call, which would abort."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", UNLIKE_SUMS, str(rank), str(tmp_path / "store")],
+            env={**os.environ, "HETHUB_ISLANDS": "0|1", "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for ended, (_, said) in [(rank, rank.communicate(timeout=60)) for rank in ranks]:
+        assert "the two ranks' tensors do not fit each other" in said or "is gone" in said
+        assert ended.returncode == 1, said

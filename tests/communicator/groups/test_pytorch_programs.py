@@ -210,6 +210,26 @@ def test_a_compiled_program_equals_one_process():
         torch.testing.assert_close(losses, reference_losses(), rtol=1e-9, atol=1e-12)
 
 
+def train_compiled_ddp(rank, store):
+    """DDP whose forward copies rank 0's buffers: Dynamo meets the group itself there."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    model = make_model()
+    model.register_buffer("copied", torch.full((3,), float(rank)))
+    x, y = (part.chunk(2)[rank] for part in make_batch())
+    compiled = torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager")
+    losses = averaged(steps(compiled, x, y))
+    copied = model.copied.tolist()
+    dist.barrier()
+    dist.destroy_process_group()
+    return losses, copied
+
+
+def test_compiled_ddp_equals_one_process():
+    for losses, copied in values(start_ranks(2, train_compiled_ddp, environment=TWO_ISLANDS, timeout_seconds=120)):
+        torch.testing.assert_close(losses, reference_losses(), rtol=1e-9, atol=1e-12)
+        assert copied == [0.0] * 3
+
+
 POWER_SGD_STEPS = 8
 
 

@@ -122,7 +122,7 @@ def test_who_asks_gets_another_schedule() -> None:
     )
     (note,) = resumed(TRAIN, 100, steps=400).notes
     assert "step 100" in note
-    assert "train.decay_steps" in note
+    assert "another train.decay_steps, with --accept-changes" in note  # without it the change is refused
 
 
 def test_the_schedule_may_be_a_mapping(tmp_path: Path) -> None:
