@@ -13,6 +13,7 @@ from hethub.commands.common import (
     add_profile,
     check_writable,
     command,
+    files_of,
     is_plan,
     known_cluster,
     made_for,
@@ -22,6 +23,7 @@ from hethub.commands.common import (
     print_json,
     processors,
     program_made_for,
+    refuse_overwriting,
     strategy_of,
 )
 from hethub.commands.program import is_program_job, plan_program_job, predict_program_alone, predict_program_job
@@ -93,7 +95,8 @@ def plan(options: argparse.Namespace) -> None:
     if options.robust:
         print("--robust: every plan is chosen so now; the option can be left out.", file=sys.stderr)
     job = load_job(options.job, options.set)
-    strategy = options.strategy or strategy_of(job)
+    refuse_overwriting(options.out, *files_of(job), options.profile, options.calibrate)
+    strategy = strategy_of(job) if options.strategy is None else options.strategy
     if is_program_job(job, strategy=options.strategy):
         return plan_program_job(options, job)
     cluster, profile = known_cluster(job), measured_for(options, job)
@@ -159,6 +162,9 @@ def predict(options: argparse.Namespace) -> None:
         software = hethub_software(job.compile)
     else:
         given = load_job(options.job, options.set)
+        refuse_overwriting(
+            options.trace, *files_of(given), given.plan_path, options.plan, options.profile, options.calibrate
+        )
         if is_program_job(given, options.plan):
             return predict_program_job(options, given)
         profile, job = measured_for(options, given), planned_for(given)
