@@ -46,7 +46,7 @@ def print_plan(
     print_explanation(result, console)
     if result.space_bound_seconds is not None:
         console.print(
-            f"proved: but for what is not searched and for more microbatches in flight, no plan takes less than "
+            f"proved: but for what is not searched (--explain lists it) and for more microbatches in flight, no plan takes less than "
             f"{result.space_bound_seconds:.4g} s"
         )
     console.print(f"searched {result.candidates} candidates in {result.search_seconds:.2f} s")
