@@ -47,6 +47,7 @@ NOT_IN_A_SMALL_SPACE = (
         "micro-batches that are no power of two and make no number of microbatches as equal as can be",
     ),
     Unsearched("schedules.other", "layered, interleaved and ministages; gpipe, unless it is asked for"),
+    Unsearched("zero.2", "ZeRO 2"),
     Unsearched("offload", "state and activations in host memory"),
     Unsearched("ranks.unused", "plans that leave accelerators unused"),
 )

@@ -202,7 +202,8 @@ def in_modes(incumbent: Incumbent, effort: Effort, table: Table, found: Sequence
 def thriftiest(problem: Problem, table: Table) -> Table:
     """The combinations that need the least memory, for where no cut fitted; as much as they need."""
     least = (problem.recomputes[-1], problem.micro_batches[0])
-    rows = [row for row, c in enumerate(table.combinations) if (c.recompute, c.micro_batches[0]) == least]
+    first = min(table.used)
+    rows = [row for row, c in enumerate(table.combinations) if (c.recompute, c.micro_batches[first]) == least]
     return replace(table.only(rows), memory_counts=False)
 
 
