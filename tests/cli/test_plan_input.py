@@ -51,6 +51,18 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], int, dict[str, Any], str]] = {
         "nodes[0].accelerator.memory_gb is missing; add it.",
     ),
     "more stages than layers": ([node(count=4), AMD], 16, {"pp": 6}, "pp: 6 contradicts the 4 layers of model 'm'"),
+    "chunks of one stage": (
+        [node(), AMD],
+        16,
+        {"schedule": "interleaved", "pp": 1},
+        "schedule: interleaved (two stages or more of two chunks of layers or more each) contradicts pp: 1",
+    ),
+    "chunks of one layer": (
+        [node("nv", "A10G", accelerators=1), node("amd", "MI300X", accelerators=1)],
+        4,
+        {"schedule": "interleaved"},
+        "two stages or more need two layers or more each",
+    ),
     "more ranks than layers and samples": (SINGLES, 1, {}, "global_batch 1: some stage has at least 2 replicas"),
     "a batch smaller than its replicas": ([node(), AMD], 2, {"dp": 4}, "dp: 4 contradicts global_batch 2"),
     "degrees beyond the cluster": (

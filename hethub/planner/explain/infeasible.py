@@ -15,7 +15,14 @@ from hethub.planner.search.auto import thriftiest
 from hethub.planner.search.left_out import fewer_device_types
 from hethub.predictor.memory.ranks import RankMemory
 from hethub.spec.job import ConstraintsSpec
+from hethub.spec.plan import ScheduleName
 
+_USUAL_NEEDS = "every accelerator needs a layer and a sample"
+_NEEDS: dict[ScheduleName | None, str] = {
+    "interleaved": "two stages or more need two layers or more each, a chunk of their own, and where accelerators are unlike "
+    "the best cuts gave the slow ones fewer",
+    "ministages": "a stage needs four layers or more, a chunk each, and every accelerator a sample",
+}
 TRIED = 12  # cuts of a changed question that are evaluated
 
 
@@ -38,8 +45,8 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
     if closest is None:
         return (
             f"strategy '{strategy}' has no plan for cluster '{problem.cluster.name}' ({problem.size} accelerators) and global_batch "
-            f"{problem.batch.global_batch} {_constraints(problem)}: every accelerator needs a layer and a sample. Raise global_batch, "
-            "use fewer accelerators, relax the constraints or choose another strategy."
+            f"{problem.batch.global_batch} {_constraints(problem)}: {_NEEDS.get(problem.constraints.schedule, _USUAL_NEEDS)}. Raise "
+            "global_batch, use fewer accelerators, relax the constraints or choose another strategy."
         )
     reserve = problem.constraints.reserve
     misses: dict[str, tuple[int, int]] = {}
@@ -86,7 +93,7 @@ def _short_hosts(problem: Problem, memory: Iterable[RankMemory]) -> dict[str, tu
     for machine, bytes_held in held.items():
         limit = nodes[machine].host_memory_gb
         if limit is not None and (over := bytes_held - int(limit * 2**30)) > 0:
-            name = f"machine of node '{nodes[machine].name}'"
+            name = f"x node '{nodes[machine].name}'"
             number, worst = found.get(name, (0, 0))
             found[name] = (number + 1, max(worst, over))
     return found

@@ -49,13 +49,13 @@ def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
             continue
         incumbent.evaluator.microbatches_left = effort.microbatches
         look(incumbent, effort, fewer, best_cuts(problem, fewer, effort.cuts))
-    for few, device_type in fewer_machines(incumbent) if incumbent.fitting else ():
+    for smaller, device_type in fewer_machines(incumbent) if incumbent.fitting else ():
         if incumbent.out_of_time:
             break
-        part = incumbent.of_part(few)
+        part = incumbent.of_part(smaller)
         part.evaluator.microbatches_left = effort.microbatches
         fewer = _table(part, [device_type])
-        look(part, effort, fewer, best_cuts(few, fewer, effort.cuts))
+        look(part, effort, fewer, best_cuts(smaller, fewer, effort.cuts))
         incumbent.admit(part)
     if incumbent.out_of_time:
         return incumbent.best

@@ -45,9 +45,7 @@ def test_host_memory_that_is_too_small_is_told_by_how_much_and_how_much_is_enoug
     node = {"name": "a", "accelerator": "RX-7900-XTX", "accelerators": 5, "host_memory_gb": 16, "gbps_per_nic": 100}
     cluster = ClusterSpec.model_validate({"name": "few hosts", "nodes": [node]})
     question = Batch(48, 128, "fp32")
-    with pytest.raises(
-        BadInput, match=r"of 1 machine of node 'a' by up to [\d,]+ bytes .* A plan fits with"
-    ) as refused:
+    with pytest.raises(BadInput, match=r"of 1 x node 'a' by up to [\d,]+ bytes .* A plan fits with") as refused:
         plan(model, cluster, question, with_bounds=False)
     (gb,) = re.findall(r"with host_memory_gb (\d+) of node 'a'", str(refused.value))
     larger = cluster.replace(nodes=(cluster.nodes[0].replace(host_memory_gb=float(gb)),))
