@@ -82,7 +82,7 @@ def plan(options: argparse.Namespace) -> None:
     from hethub.predictor.cost.software import hethub_software
     from hethub.predictor.predict import with_staging
     from hethub.report.explanation import save_alone
-    from hethub.report.tables import print_plan
+    from hethub.report.tables import not_trained, print_plan
     from hethub.spec.job import load_job
     from hethub.spec.layout.bind import bind
     from hethub.spec.plan import save_plan
@@ -116,7 +116,8 @@ def plan(options: argparse.Namespace) -> None:
         written += save_alone(result.homogeneous_parts, job.model, folder)
     assumed = assumed_speeds(cluster, result.plan.precision, profile)
     if options.json:
-        print_json({**result.to_dict(), "assumed_speeds": assumed})
+        reasons = not_trained(result.plan, job.model, cluster)
+        print_json({**result.to_dict(), "assumed_speeds": assumed, "not_trained": reasons})
     else:
         print_plan(result, job.model, cluster, assumed, written)
 
