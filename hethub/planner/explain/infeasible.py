@@ -2,10 +2,11 @@
 it."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
+from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.generate import modes
 from hethub.planner.generate.cuts import best_cuts
@@ -13,7 +14,6 @@ from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.auto import thriftiest
 from hethub.planner.search.left_out import fewer_device_types
-from hethub.predictor.memory.ranks import RankMemory
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.plan import ScheduleName
 
@@ -55,7 +55,7 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
         if over > 0:
             number, worst = misses.get(entry.accelerator, (0, 0))
             misses[entry.accelerator] = (number + 1, max(worst, over))
-    short, exceeded = _short_hosts(problem, closest.prediction.memory), []
+    short, exceeded = _short_hosts(problem, closest), []
     if misses:
         exceeded += [f"the memory (of which {reserve:.0%} stay free) of {_listed(misses)}"]
     if short:
@@ -83,11 +83,11 @@ def _listed(misses: Mapping[str, tuple[int, int]]) -> str:
     )
 
 
-def _short_hosts(problem: Problem, memory: Iterable[RankMemory]) -> dict[str, tuple[int, int]]:
+def _short_hosts(problem: Problem, closest: Evaluation) -> dict[str, tuple[int, int]]:
     """The nodes whose machines hold more than their host memory: how many of them, and how many bytes more at most."""
     held, found = Counter[int](), dict[str, tuple[int, int]]()
     places = problem.cluster.places
-    for entry in memory:
+    for entry in closest.memory:
         held[places[entry.rank].machine] += entry.host_bytes
     nodes = {place.machine: place.node for place in places}
     for machine, bytes_held in held.items():
