@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -155,9 +156,21 @@ def check_writable(*files: Path | None, folder: Path | None = None, reads: Path 
     for path in files:
         if path is not None and path.is_dir():
             raise BadInput(f"{path}: this is a folder, and a file is to be written; name a file in it.")
-        if path is not None and reads is not None and path.exists() and reads.exists() and path.samefile(reads):
-            raise BadInput(f"{path}: this is the file to read, and would be overwritten; name another file.")
+        refuse_overwriting(path, reads)
     check_folder(folder)
+
+
+def refuse_overwriting(file: Path | None, *reads: Path | None) -> None:
+    """Raises BadInput where a file to write is one of those that the command reads."""
+    for read in reads:
+        if file is not None and read is not None and file.exists() and read.exists() and file.samefile(read):
+            raise BadInput(f"{file}: this is the file to read, and would be overwritten; name another file.")
+
+
+def files_of(job: "Job") -> list[Path]:
+    """What a job is read from: its file, and those of its model, cluster and profile."""
+    named = (job.spec.model, job.spec.cluster, job.spec.profile)
+    return [job.path, *(job.base / name for name in named if name is not None)]
 
 
 def check_folder(path: Path | None) -> None:
@@ -265,8 +278,8 @@ def a_number(option: str, text: str, example: str) -> float:
     """A positive figure as people write it: 1e12, 300B, 1.5T. Raises BadInput with an example."""
     factor = _SUFFIXES.get(text[-1:].upper(), 1.0)
     digits = text[:-1] if text[-1:].upper() in _SUFFIXES else text
-    try:
-        number = float(digits.replace("_", "").replace(",", "")) * factor
+    try:  # a comma that parts no thousands stays, and is no number: 1,5T is 1.5T or 15T
+        number = float(_THOUSANDS.sub("", digits)) * factor
     except ValueError:
         number = float("nan")
     if not 0 < number < float("inf"):
@@ -274,4 +287,5 @@ def a_number(option: str, text: str, example: str) -> float:
     return number
 
 
+_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?:[,.]|$))")
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}

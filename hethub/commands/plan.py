@@ -13,6 +13,7 @@ from hethub.commands.common import (
     add_profile,
     check_writable,
     command,
+    files_of,
     is_plan,
     known_cluster,
     made_for,
@@ -22,6 +23,7 @@ from hethub.commands.common import (
     print_json,
     processors,
     program_made_for,
+    refuse_overwriting,
     strategy_of,
 )
 from hethub.commands.program import is_program_job, plan_program_job, predict_program_alone, predict_program_job
@@ -80,7 +82,7 @@ def plan(options: argparse.Namespace) -> None:
     from hethub.predictor.cost.software import hethub_software
     from hethub.predictor.predict import with_staging
     from hethub.report.explanation import save_alone
-    from hethub.report.tables import print_plan
+    from hethub.report.tables import not_trained, print_plan
     from hethub.spec.job import load_job
     from hethub.spec.layout.bind import bind
     from hethub.spec.plan import save_plan
@@ -93,7 +95,8 @@ def plan(options: argparse.Namespace) -> None:
     if options.robust:
         print("--robust: every plan is chosen so now; the option can be left out.", file=sys.stderr)
     job = load_job(options.job, options.set)
-    strategy = options.strategy or strategy_of(job)
+    refuse_overwriting(options.out, *files_of(job), options.profile, options.calibrate)
+    strategy = strategy_of(job) if options.strategy is None else options.strategy
     if is_program_job(job, strategy=options.strategy):
         return plan_program_job(options, job)
     cluster, profile = known_cluster(job), measured_for(options, job)
@@ -113,7 +116,8 @@ def plan(options: argparse.Namespace) -> None:
         written += save_alone(result.homogeneous_parts, job.model, folder)
     assumed = assumed_speeds(cluster, result.plan.precision, profile)
     if options.json:
-        print_json({**result.to_dict(), "assumed_speeds": assumed})
+        reasons = not_trained(result.plan, job.model, cluster)
+        print_json({**result.to_dict(), "assumed_speeds": assumed, "not_trained": reasons})
     else:
         print_plan(result, job.model, cluster, assumed, written)
 
@@ -159,6 +163,9 @@ def predict(options: argparse.Namespace) -> None:
         software = hethub_software(job.compile)
     else:
         given = load_job(options.job, options.set)
+        refuse_overwriting(
+            options.trace, *files_of(given), given.plan_path, options.plan, options.profile, options.calibrate
+        )
         if is_program_job(given, options.plan):
             return predict_program_job(options, given)
         profile, job = measured_for(options, given), planned_for(given)

@@ -13,8 +13,10 @@ from hethub.commands.common import (
     add_json,
     check_writable,
     command,
+    files_of,
     path,
     print_json,
+    refuse_overwriting,
     refuse_profile_beside_calibrate,
     strategy_of,
 )
@@ -74,6 +76,7 @@ def size(options: argparse.Namespace) -> None:
         )
     check_writable(options.out, reads=options.job)
     job, have = load_job(options.job, options.set), None if options.have is None else load_cluster(options.have)
+    refuse_overwriting(options.out, *files_of(job), options.catalogue, options.have, options.calibrate)
     packaged = Path(str(files("hethub.spec").joinpath("catalogue/nodes.yaml")))
     catalogue, evaluate = load_catalogue(options.catalogue or packaged), _evaluator(job, options.calibrate)
     if budget is not None and all(node.price_per_hour is None for node in catalogue.nodes):

@@ -16,7 +16,7 @@ from hethub.planner.exhaustive.search import refuse_larger, search_exhaustively
 from hethub.planner.explain.bottlenecks import bottlenecks
 from hethub.planner.explain.homogeneous_sum import Alone, homogeneous_parts_beside, makers_alone_tokens_per_second
 from hethub.planner.explain.infeasible import nothing_fits
-from hethub.planner.explain.unsearched import NOT_SEARCHED
+from hethub.planner.explain.unsearched import not_searched
 from hethub.planner.generate import cuts
 from hethub.planner.generate.families import FAMILIES
 from hethub.planner.generate.table import tabulate
@@ -86,7 +86,7 @@ def plan(
         outlook=outlook,
         best_on_point=None if best is fastest else _runner_up(fastest, best, outlooks),
         runners_up=tuple(_runner_up(own, best, outlooks) for own in _others(incumbent, best, top)),
-        not_searched=NOT_SEARCHED,
+        not_searched=not_searched(strategy),
         homogeneous_parts=alone or (),
         families=tuple(_row(name, evaluation, best) for name, evaluation in rows.items()),
         start_step_seconds=incumbent.start.seconds if incumbent.start else None,

@@ -37,6 +37,8 @@ def print_plan(
     console.print(f"{model.name} ({parameter_count(model)} parameters) on {cluster.name} ({cluster.size} accelerators)")
     console.print(stage_table(result.plan, cluster))
     print_prediction(result.strategy, result.plan, result.prediction, assumed, console)
+    for reason in not_trained(result.plan, model, cluster):
+        console.print(f"{reason}: this plan is a figure and cannot be run")
     if result.homogeneous_parts or not result.out_of_time:
         print_alone(result.homogeneous_parts, console)
     else:
@@ -46,11 +48,22 @@ def print_plan(
     print_explanation(result, console)
     if result.space_bound_seconds is not None:
         console.print(
-            f"proved: but for what is not searched and for more microbatches in flight, no plan takes less than "
+            f"proved: but for what is not searched (--explain lists it) and for more microbatches in flight, no plan takes less than "
             f"{result.space_bound_seconds:.4g} s"
         )
     console.print(f"searched {result.candidates} candidates in {result.search_seconds:.2f} s")
     _print_written(written, console)
+
+
+TRAINS_ON, TRAINS = ("nvidia", "amd", "cpu"), "llama"
+
+
+def not_trained(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> list[str]:
+    """Why the plan cannot be trained, though it can be predicted: makers that hethub does not run on, and its model."""
+    makers = {cluster.places[rank].node.unnamed_device.vendor for rank in plan.ranks}
+    strange = sorted(makers - {*TRAINS_ON}) if not cluster.emulated else []
+    found = [f"hethub trains on {', '.join(TRAINS_ON)} alone, not on {', '.join(strange)}"] if strange else []
+    return found + ([f"hethub trains family {TRAINS} alone, not {model.family}"] if model.family != TRAINS else [])
 
 
 def print_predicted(

@@ -248,6 +248,7 @@ def _check_scalar(node: yaml.ScalarNode, place: str) -> None:
 def set_key(override: str, data: Any, source: Source) -> None:
     """Sets one `key.path=value` in the raw data, the value read as YAML."""
     key, equals, text = override.partition("=")
+    key = key.strip()
     if not equals or not all(key.split(".")):
         raise BadInput(f"--set {override}: write key.path=value, for example --set train.steps=5.")
     value, _ = parse_yaml(text, f"--set {override}", _VALUE)

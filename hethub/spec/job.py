@@ -394,7 +394,7 @@ def load_plan_of(job: Job, path: Path) -> PlanSpec:
 
 def check_plan_path(job: Job) -> None:
     """Raises BadInput where what a job names as its plan is neither a strategy nor a file."""
-    if job.plan_path is not None and not job.plan_path.exists():
+    if job.plan_path is not None and (job.plan_path.is_dir() or not job.plan_path.exists()):
         raise BadInput(
             f"{job.plan_path}: there is no such plan file, and '{job.spec.plan}' is no strategy; {suggest(job.spec.plan, STRATEGIES)}"
         )

@@ -1,6 +1,7 @@
 """What `hethub plan` refuses: clusters, batches and constraints that leave no plan, each in a paragraph that names
 them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,18 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], int, dict[str, Any], str]] = {
         "nodes[0].accelerator.memory_gb is missing; add it.",
     ),
     "more stages than layers": ([node(count=4), AMD], 16, {"pp": 6}, "pp: 6 contradicts the 4 layers of model 'm'"),
+    "chunks of one stage": (
+        [node(), AMD],
+        16,
+        {"schedule": "interleaved", "pp": 1},
+        "schedule: interleaved (two stages or more of two chunks of layers or more each) contradicts pp: 1",
+    ),
+    "chunks of one layer": (
+        [node("nv", "A10G", accelerators=1), node("amd", "MI300X", accelerators=1)],
+        4,
+        {"schedule": "interleaved"},
+        "two stages or more need two layers or more each",
+    ),
     "more ranks than layers and samples": (SINGLES, 1, {}, "global_batch 1: some stage has at least 2 replicas"),
     "a batch smaller than its replicas": ([node(), AMD], 2, {"dp": 4}, "dp: 4 contradicts global_batch 2"),
     "degrees beyond the cluster": (
@@ -109,3 +122,15 @@ def test_constraints_are_set_on_the_command_line(tmp_path: Path, capsys: pytest.
     job = write_job(tmp_path, [node(), AMD], 16, {})
     assert run(["plan", str(job), "--set", "constraints.forbid=[[amd, nvidia]]", "--set", "constraints.pp=1"]) == 2
     assert "pp: 1 contradicts forbid" in capsys.readouterr().err
+
+
+def test_a_plan_that_cannot_be_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """'fits' was all that was said of Gaudis, on which nothing trains."""
+    job = write_job(tmp_path, [node("g", "Gaudi2", accelerators=1)], 4, {})
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({**MODEL, "family": "gpt", "kv_heads": None}))
+    assert run(["plan", str(job)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "hethub trains on nvidia, amd, cpu alone, not on intel: this plan is a figure and cannot be run" in said
+    assert "hethub trains family llama alone, not gpt: this plan" in said
+    assert run(["plan", str(write_job(tmp_path, [node()], 4, {})), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_trained"] == []

@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from hethub.cli import run
+from hethub.commands.common import a_number
+from hethub.spec.errors import BadInput
 from tests.support.command import HANG_SECONDS
 from tests.support.job_files import write_job
 from tests.support.privileges import laid_down
@@ -31,6 +33,7 @@ def refused(capsys, *arguments):
         (["train", "job.yaml", "--run-dir", ""], ["--run-dir", "is empty"]),
         (["size", "job.yaml", "--tokens", "many"], ["--tokens many", "1e12, 300B or 1.5T"]),
         (["size", "job.yaml", "--tokens", "-1T"], ["--tokens"]),
+        (["size", "job.yaml", "--tokens", "1,5T"], ["--tokens 1,5T", "1.5T"]),  # was 15T
         (["size", "job.yaml", "--tokens", "1T", "--deadline", "soon"], ["--deadline soon", "for example 60."]),
         (["report", "runs/gone"], ["runs/gone: there is no such run folder or plan file"]),
         (["schema", "jobs"], ["jobs", "job", "cluster"]),
@@ -62,17 +65,21 @@ def test_errors_of_set_speak_of_set_and_not_of_a_line(tmp_path, capsys):
         ("plan", ["--out", "job.yaml"], "job.yaml: this is the file to read, and would be overwritten"),
         ("predict", ["--trace", "job.yaml"], "job.yaml: this is the file to read, and would be overwritten"),
         ("report", ["--out", "./job.yaml"], "job.yaml: this is the file to read, and would be overwritten"),
+        ("plan", ["--out", "model.yaml"], "model.yaml: this is the file to read, and would be overwritten"),
+        ("predict", ["--trace", "cluster.yaml"], "cluster.yaml: this is the file to read, and would be overwritten"),
+        ("predict", ["--trace", "plan.yaml"], "plan.yaml: this is the file to read, and would be overwritten"),
+        ("size", ["--tokens", "1T", "--out", "model.yaml"], "model.yaml: this is the file to read"),
         ("plan", ["--out", "."], ".: this is a folder, and a file is to be written"),
         ("plan", ["--alone", "model.yaml"], "model.yaml: this is a file, and a folder is to be written"),
         ("init", ["--out", "model.yaml"], "model.yaml: this is a file, and a folder is to be written"),
     ],
 )
 def test_what_is_written_takes_no_other_things_place(command, options, words, tmp_path, capsys, monkeypatch):
-    job = write_job(tmp_path)
-    before = job.read_text()
+    write_job(tmp_path)
+    before = {file: file.read_text() for file in tmp_path.glob("*.yaml")}
     monkeypatch.chdir(tmp_path)
     assert words in refused(capsys, command, "laptop" if command == "init" else "job.yaml", *options)
-    assert job.read_text() == before
+    assert before == {file: file.read_text() for file in tmp_path.glob("*.yaml")}
 
 
 def test_a_file_that_may_not_be_written_is_refused_before_the_work(tmp_path, capsys):
@@ -88,6 +95,23 @@ def test_a_plan_that_is_neither_strategy_nor_file_is_not_ignored(command, tmp_pa
     paragraph = refused(capsys, command, write_job(tmp_path), "--set", "plan=hethbu", *tokens)
     assert "'hethbu' is no strategy" in paragraph
     assert "did you mean 'hethub'?" in paragraph
+    assert "'' is no strategy" in refused(capsys, command, write_job(tmp_path), "--set", "plan=''", *tokens)
+
+
+def test_an_empty_strategy_is_none(tmp_path, capsys):
+    assert "strategy '' is not known" in refused(capsys, "plan", write_job(tmp_path), "--strategy", "")
+
+
+def test_spaces_around_a_key_that_is_set_are_no_part_of_it(tmp_path, capsys):
+    """The key was not known; 'did you mean' itself?"""
+    assert "train.seq_len is 999" in refused(capsys, "plan", write_job(tmp_path), "--set", " train.seq_len = 999")
+
+
+def test_commas_part_thousands_alone():
+    assert [a_number("--tokens", text, "1T") for text in ("1,500,000", "1,000.5K", "3e2")] == [1.5e6, 1000.5e3, 300]
+    for text in ("1,5T", "1,50", "1,5000", "1,0,0"):
+        with pytest.raises(BadInput):
+            a_number("--tokens", text, "1T")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,14 @@ class Incumbent:
         self.limit_seconds = self.problem.constraints.time_limit_seconds
         self._started = time.perf_counter()
 
+    def of_part(self, problem: Problem) -> "Incumbent":
+        """For a search of some of the problem's machines, the first of each device type, which goes on from what is known
+        here and ends with the same time: its candidates mean the same plans for both."""
+        part = Incumbent(problem, self.costs, ignore_memory=self.evaluator.ignore_memory)
+        part.admit(self)
+        part._started = self._started
+        return part
+
     @property
     def out_of_time(self) -> bool:
         return self.limit_seconds is not None and time.perf_counter() - self._started > self.limit_seconds

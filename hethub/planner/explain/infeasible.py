@@ -1,17 +1,28 @@
 """No plan fits: by how much on what, and the smallest changes with which one does, each verified by planning with
 it."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import NamedTuple
 
+from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.generate import modes
 from hethub.planner.generate.cuts import best_cuts
 from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.auto import thriftiest
+from hethub.planner.search.left_out import fewer_device_types
 from hethub.spec.job import ConstraintsSpec
+from hethub.spec.plan import ScheduleName
 
+_USUAL_NEEDS = "every accelerator needs a layer and a sample"
+_NEEDS: dict[ScheduleName | None, str] = {
+    "interleaved": "two stages or more need two layers or more each, a chunk of their own, and where accelerators are unlike "
+    "the best cuts gave the slow ones fewer",
+    "ministages": "a stage needs four layers or more, a chunk each, and every accelerator a sample",
+}
 TRIED = 12  # cuts of a changed question that are evaluated
 
 
@@ -34,8 +45,8 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
     if closest is None:
         return (
             f"strategy '{strategy}' has no plan for cluster '{problem.cluster.name}' ({problem.size} accelerators) and global_batch "
-            f"{problem.batch.global_batch} {_constraints(problem)}: every accelerator needs a layer and a sample. Raise global_batch, "
-            "use fewer accelerators, relax the constraints or choose another strategy."
+            f"{problem.batch.global_batch} {_constraints(problem)}: {_NEEDS.get(problem.constraints.schedule, _USUAL_NEEDS)}. Raise "
+            "global_batch, use fewer accelerators, relax the constraints or choose another strategy."
         )
     reserve = problem.constraints.reserve
     misses: dict[str, tuple[int, int]] = {}
@@ -44,26 +55,48 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
         if over > 0:
             number, worst = misses.get(entry.accelerator, (0, 0))
             misses[entry.accelerator] = (number + 1, max(worst, over))
-    listed = "; ".join(
-        f"{number} {name} by up to {worst:,} bytes ({worst / 2**30:.2f} GiB)"
-        for name, (number, worst) in misses.items()
-    )
-    exceeded = f"the memory (of which {reserve:.0%} stay free) of {listed}"
-    if not misses:
-        exceeded = (
-            "the hosts' memory, which holds what is offloaded and a checkpoint's copy; where the machines have more, raise host_memory_gb "
-            "of their nodes"
-        )
+    short, exceeded = _short_hosts(problem, closest), []
+    if misses:
+        exceeded += [f"the memory (of which {reserve:.0%} stay free) of {_listed(misses)}"]
+    if short:
+        exceeded += [
+            f"the hosts' memory, which holds what is offloaded and a checkpoint's copy, of {_listed(short)}; where the machines have more, "
+            "raise host_memory_gb of their nodes"
+        ]
     helps = [change.words for change in verified(problem)]
     return (
         f"no plan fits: model '{problem.model.name}' with global_batch {problem.batch.global_batch} and seq_len {problem.batch.seq_len} on "
-        f"cluster '{problem.cluster.name}'. The plan that comes closest exceeds {exceeded}. "
+        f"cluster '{problem.cluster.name}'. The plan that comes closest exceeds {', and '.join(exceeded)}. "
         + (
             f"A plan fits with {'; or with '.join(helps)}."
             if helps
             else "No single change tried makes one fit: take a smaller model."
         )
     )
+
+
+def _listed(misses: Mapping[str, tuple[int, int]]) -> str:
+    """By name how many there are of it, and by how much at most they are too small."""
+    return "; ".join(
+        f"{number} {name} by up to {worst:,} bytes ({worst / 2**30:.2f} GiB)"
+        for name, (number, worst) in misses.items()
+    )
+
+
+def _short_hosts(problem: Problem, closest: Evaluation) -> dict[str, tuple[int, int]]:
+    """The nodes whose machines hold more than their host memory: how many of them, and how many bytes more at most."""
+    held, found = Counter[int](), dict[str, tuple[int, int]]()
+    places = problem.cluster.places
+    for entry in closest.memory:
+        held[places[entry.rank].machine] += entry.host_bytes
+    nodes = {place.machine: place.node for place in places}
+    for machine, bytes_held in held.items():
+        limit = nodes[machine].host_memory_gb
+        if limit is not None and (over := bytes_held - int(limit * 2**30)) > 0:
+            name = f"x node '{nodes[machine].name}'"
+            number, worst = found.get(name, (0, 0))
+            found[name] = (number + 1, max(worst, over))
+    return found
 
 
 def _constraints(problem: Problem) -> str:
@@ -79,6 +112,7 @@ def verified(problem: Problem) -> list[Change]:
         _less_reserve,
         fewer_samples,
         _shorter,
+        _more_host_memory,
         _more_nodes,
     )  # steps of each, the smallest first
     found = (next(filter(_fits, sort(problem)), None) for sort in sorts)
@@ -86,15 +120,16 @@ def verified(problem: Problem) -> list[Change]:
 
 
 def _fits(change: Change) -> bool:
-    """Whether a plan is found among the thriftiest cuts, in any mode."""
+    """Whether a plan is found among the thriftiest cuts, in any mode, also without the device types of least memory."""
     problem, incumbent = change.problem, Incumbent(change.problem)
-    costs = incumbent.costs
-    few = thriftiest(problem, tabulate(problem, costs.unit_costs))
-    found = modes.propose(problem, costs, best_cuts(problem, few, TRIED).cuts)
-    for candidate in sorted(found, key=costs.seconds)[:TRIED]:
-        incumbent.consider(candidate)
-        if incumbent.fitting:
-            return True
+    costs, every = incumbent.costs, range(len(change.problem.device_types))
+    for used in (every, *islice(fewer_device_types(incumbent), len(every) - 1)):
+        few = thriftiest(problem, tabulate(problem, costs.unit_costs, used))
+        found = modes.propose(problem, costs, best_cuts(problem, few, TRIED).cuts)
+        for candidate in sorted(found, key=costs.seconds)[:TRIED]:
+            incumbent.consider(candidate)
+            if incumbent.fitting:
+                return True
     return False
 
 
@@ -128,6 +163,21 @@ def _shorter(problem: Problem) -> Iterator[Change]:
     for eighths in (6, 4, 3, 2, 1):
         if seq_len := batch.seq_len * eighths // 8:
             yield Change(f"seq_len {seq_len}", problem.on(problem.cluster, batch._replace(seq_len=seq_len)))
+
+
+def _more_host_memory(problem: Problem) -> Iterator[Change]:
+    """Twice, four times, … the host memory of all nodes that say theirs, where 64 times as much would do."""
+    said = [node.name for node in problem.cluster.nodes if node.host_memory_gb is not None]
+
+    def larger(times: int) -> Change:
+        nodes = [
+            node.unchecked(host_memory_gb=times * (node.host_memory_gb or 0) or None) for node in problem.cluster.nodes
+        ]
+        words = ", ".join(f"{node.host_memory_gb:g} of node '{node.name}'" for node in nodes if node.name in said)
+        return Change(f"host_memory_gb {words}", problem.on(problem.cluster.unchecked(nodes=tuple(nodes))))
+
+    if said and _fits(larger(64)):
+        yield from map(larger, (2, 4, 8, 16, 32, 64))
 
 
 def _more_nodes(problem: Problem) -> Iterator[Change]:

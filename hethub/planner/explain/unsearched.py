@@ -28,8 +28,8 @@ NOT_SEARCHED = (
     ),
     Unsearched(
         "ranks.unused",
-        "plans that leave accelerators unused, except all of a device type: where nothing fits, of "
-        "the smallest, then of the slowest",
+        "plans that leave accelerators unused, except all of a device type (where nothing fits, of the smallest, then of the "
+        "slowest) and all but 1, 2, 4, … machines of one device type",
     ),
     Unsearched(
         "stages.scattered",
@@ -37,3 +37,22 @@ NOT_SEARCHED = (
         "fewer and by local improvement",
     ),
 )
+
+# The space of `exhaustive` has none of these, whatever the families propose beside it.
+NOT_IN_A_SMALL_SPACE = (
+    Unsearched("state_shares", "uneven state_shares"),
+    Unsearched("tp.other", "TP degrees that are no power of two"),
+    Unsearched(
+        "micro_batch.other",
+        "micro-batches that are no power of two and make no number of microbatches as equal as can be",
+    ),
+    Unsearched("schedules.other", "layered, interleaved and ministages; gpipe, unless it is asked for"),
+    Unsearched("zero.2", "ZeRO 2"),
+    Unsearched("offload", "state and activations in host memory"),
+    Unsearched("ranks.unused", "plans that leave accelerators unused"),
+)
+
+
+def not_searched(strategy: str) -> tuple[Unsearched, ...]:
+    """What a strategy's answer did not look at."""
+    return NOT_IN_A_SMALL_SPACE if strategy == "exhaustive" else NOT_SEARCHED

@@ -15,7 +15,7 @@ from hethub.planner.generate.families import FAMILIES, Family
 from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.effort import Effort
-from hethub.planner.search.left_out import fewer_device_types
+from hethub.planner.search.left_out import fewer_device_types, fewer_machines
 from hethub.planner.search.local_search import FAR, climb_leaders, descended, evaluate_all, evaluate_or_fit
 from hethub.planner.search.neighbours import with_room
 
@@ -49,6 +49,14 @@ def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
             continue
         incumbent.evaluator.microbatches_left = effort.microbatches
         look(incumbent, effort, fewer, best_cuts(problem, fewer, effort.cuts))
+    for smaller, device_type in fewer_machines(incumbent) if incumbent.fitting else ():
+        if incumbent.out_of_time:
+            break
+        part = incumbent.of_part(smaller)
+        part.evaluator.microbatches_left = effort.microbatches
+        fewer = _table(part, [device_type])
+        look(part, effort, fewer, best_cuts(smaller, fewer, effort.cuts))
+        incumbent.admit(part)
     if incumbent.out_of_time:
         return incumbent.best
     climb_leaders(incumbent, effort)
@@ -194,7 +202,8 @@ def in_modes(incumbent: Incumbent, effort: Effort, table: Table, found: Sequence
 def thriftiest(problem: Problem, table: Table) -> Table:
     """The combinations that need the least memory, for where no cut fitted; as much as they need."""
     least = (problem.recomputes[-1], problem.micro_batches[0])
-    rows = [row for row, c in enumerate(table.combinations) if (c.recompute, c.micro_batches[0]) == least]
+    first = min(table.used)
+    rows = [row for row, c in enumerate(table.combinations) if (c.recompute, c.micro_batches[first]) == least]
     return replace(table.only(rows), memory_counts=False)
 
 

@@ -1,7 +1,8 @@
-"""Which device types a plan may leave unused."""
+"""Which device types, and which machines of one, a plan may leave unused."""
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.problem.problem import Problem
@@ -19,6 +20,22 @@ def fewer_device_types(incumbent: Incumbent) -> Iterator[list[int]]:
     faster = [used[first:] for first in range(1, len(used))]
     unlike = dict.fromkeys(tuple(sorted(own)) for own in [*faster, *_behind_one_link(incumbent.problem)])
     yield from map(list, unlike)
+
+
+def fewer_machines(incumbent: Incumbent) -> Iterator[tuple[Problem, int]]:
+    """The question with 1, 2, 4, … machines of a device type, which is to be looked at alone: behind slow interfaces the
+    others may cost more than they add. None of which perfect balance would be slower than the best plan known."""
+    problem, global_batch = incumbent.problem, incumbent.problem.batch.global_batch
+    for number, device_type in enumerate(problem.device_types):
+        machines = device_type.machines
+        seconds = (
+            global_batch / (device_type.size * incumbent.costs.unit_costs.layer_rate(number)) * problem.model.layers
+        )
+        for few in (1 << power for power in range((len(machines) - 1).bit_length())):
+            if seconds * len(machines) / few < incumbent.best_seconds:
+                part = replace(device_type, machines=machines[:few])
+                others = problem.device_types[:number], problem.device_types[number + 1 :]
+                yield replace(problem, device_types=(*others[0], part, *others[1])), number
 
 
 def _behind_one_link(problem: Problem) -> list[list[int]]:

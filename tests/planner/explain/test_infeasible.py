@@ -1,9 +1,12 @@
 """What is said where nothing fits."""
 
+import re
+
 import pytest
 
 from hethub.planner import plan
 from hethub.planner.problem.problem import Batch
+from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
@@ -34,6 +37,31 @@ def test_more_of_nodes_with_host_names_are_a_remedy_too() -> None:
     cluster = ClusterSpec.model_validate({"name": "named", "nodes": [node]})
     with pytest.raises(BadInput, match=r"\d more of node 'a'"):
         plan(model, cluster, Batch(64, 64, "bf16"), with_bounds=False)
+
+
+def test_host_memory_that_is_too_small_is_told_by_how_much_and_how_much_is_enough() -> None:
+    """It was said without any figure, and that a smaller model was the only remedy."""
+    model = TINY.replace(name="wide", layers=24, hidden=5120, heads=40, kv_heads=1, ffn=13760, vocab=50257)
+    node = {"name": "a", "accelerator": "RX-7900-XTX", "accelerators": 5, "host_memory_gb": 16, "gbps_per_nic": 100}
+    cluster = ClusterSpec.model_validate({"name": "few hosts", "nodes": [node]})
+    question = Batch(48, 128, "fp32")
+    with pytest.raises(BadInput, match=r"of 1 x node 'a' by up to [\d,]+ bytes .* A plan fits with") as refused:
+        plan(model, cluster, question, with_bounds=False)
+    (gb,) = re.findall(r"with host_memory_gb (\d+) of node 'a'", str(refused.value))
+    larger = cluster.replace(nodes=(cluster.nodes[0].replace(host_memory_gb=float(gb)),))
+    assert plan(model, larger, question, with_bounds=False).prediction.fits
+
+
+def test_a_remedy_may_leave_what_has_no_room_for_anything_unused() -> None:
+    """A plan was looked for with every device type alone: 'take a smaller model', where a constraint left free did."""
+    small = {**find_accelerator("RTX-4090").to_dict(), "name": "small", "memory_gb": 1}
+    nodes = [
+        {"name": name, "accelerator": accelerator, "accelerators": 2, "gbps_per_nic": 10}
+        for name, accelerator in (("small", small), ("large", "RTX-4090"))
+    ]
+    cluster = ClusterSpec.model_validate({"name": "both", "nodes": nodes})
+    with pytest.raises(BadInput, match=r"A plan fits with constraints\.reserve: 0\.06"):
+        plan(TINY, cluster, Batch(8, 64, "bf16"), ConstraintsSpec(reserve=0.99), with_bounds=False)
 
 
 def test_host_memory_that_is_too_small_is_told_without_the_accelerators_reserve() -> None:
