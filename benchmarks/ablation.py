@@ -116,7 +116,7 @@ CHANGES: dict[str, Change] = {
     "no cephalo": without_families("cephalo"),
     "no zorse": without_families("zorse"),
     "no families": without_families("uniform", "hethub", "poplar", "cephalo", "zorse"),
-    "nothing unused": constant(f"{AUTO}.fewer_device_types", nothing),
+    "nothing unused": constant(f"{AUTO}.parts", nothing),
     # search
     "no descents": with_effort(descents=0),
     "no climbs": with_effort(climbs=0, arrangements=0),

@@ -18,10 +18,13 @@ sys.path.append(
 )  # behind site-packages: only `tests` and `benchmarks` are meant
 
 from hethub.planner import plan
+from hethub.planner.evaluate.outlook import Outlooks
+from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlanSpec
 
 ACCELERATORS = ["H100-SXM5-80GB", "A100-SXM4-80GB", "A100-SXM4-40GB", "V100-SXM2-32GB", "MI300X", "MI250X-GCD", "L40S"]
 MOST_PERCENT = 2.0
@@ -42,8 +45,8 @@ class Question(NamedTuple):
         regions = [frozenset(name for name in every if self.region_of[name] == own) for own in range(len(self.gbps))]
         return {*regions, *(every - own for own in regions), *(every - {name} for name in every)} - {every, frozenset()}
 
-    def objective(self, names: Collection[str]) -> float:
-        """J of the answer on these nodes; infinite where no plan fits."""
+    def cluster(self, names: Collection[str]) -> ClusterSpec:
+        """These nodes alone."""
         kept = sorted({self.region_of[name] for name in names})
         links: dict[str, object] = {"between_islands": {"gbps_per_node": 50, "latency_seconds": 3e-5}}
         if len(kept) > 1:
@@ -51,11 +54,36 @@ class Question(NamedTuple):
             rates = [[self.gbps[a][b] for b in kept] for a in kept]
             links["regions"] = {"of_node": of_node, "names": [f"r{own}" for own in kept], "gbps": rates}
         nodes = [self.nodes[name] for name in sorted(names)]
-        cluster = ClusterSpec.model_validate({"name": "regions", "nodes": nodes, "links": links})
+        return ClusterSpec.model_validate({"name": "regions", "nodes": nodes, "links": links})
+
+    def objective(self, names: Collection[str]) -> float:
+        """What the answer on these nodes takes in the mean over the scenarios of all nodes; infinite where no plan fits."""
+        own = self.cluster(names)
         try:
-            return plan(self.model, cluster, self.batch, with_bounds=False, top=0).outlook.objective_seconds
+            found = plan(self.model, own, self.batch, with_bounds=False, top=0).plan
         except BadInput:
             return float("inf")
+        return self.outlooks.of(self.on_all_nodes(found, own)).objective_seconds
+
+    def on_all_nodes(self, found: PlanSpec, part: ClusterSpec) -> PlanSpec:
+        """A part's plan, which leaves the other nodes unused."""
+        whole = self.cluster(self.nodes)
+        first = {place.node.name: rank for rank, place in reversed(list(enumerate(whole.places)))}
+        own = {place.node.name: rank for rank, place in reversed(list(enumerate(part.places)))}
+        moved = [rank + first[place.node.name] - own[place.node.name] for rank, place in enumerate(part.places)]
+        stages = tuple(
+            stage.replace(
+                replicas=tuple(each.replace(ranks=tuple(moved[rank] for rank in each.ranks)) for each in stage.replicas)
+            )
+            for stage in found.stages
+        )
+        used = {rank for stage in stages for each in stage.replicas for rank in each.ranks}
+        unused = tuple(rank for rank in range(len(whole.places)) if rank not in used)
+        return found.replace(stages=stages, unused=unused)
+
+    @property
+    def outlooks(self) -> Outlooks:
+        return Outlooks(pose(self.model, self.cluster(self.nodes), self.batch))
 
 
 def question(seed: int) -> Question:

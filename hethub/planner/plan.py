@@ -1,7 +1,7 @@
 """From a question to an answer: strategy, search, bounds, runners-up, or the reason why no plan fits."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice, takewhile
@@ -204,8 +204,8 @@ def _steadiest(incumbent: Incumbent, outlooks: Outlooks, fastest: Evaluation) ->
     chosen, least = fastest, outlooks.of(fastest.plan).objective_seconds
     if incumbent.out_of_time:
         return chosen
-    unlike = takewhile(lambda own: own.seconds < least, _unlike(incumbent, fastest))
-    near = list(islice(unlike, WIDER * most))
+    near = list(islice(_unlike(incumbent, fastest), WIDER * most))
+    near = list(takewhile(lambda own: own.seconds < least, [*near, *_of_other_ranks(incumbent, [fastest, *near])]))
     middles = outlooks.in_the_middle([own.plan for own in near])
     for middle, evaluation in sorted(zip(middles, near, strict=True), key=itemgetter(0))[:most]:
         if middle >= least or incumbent.out_of_time:
@@ -224,6 +224,15 @@ def _unlike(incumbent: Incumbent, other: Evaluation) -> Iterator[Evaluation]:
         shape = _shape(incumbent.problem, evaluation)
         if shape not in seen and _binds(incumbent.problem, evaluation):
             seen.add(shape)
+            yield evaluation
+
+
+def _of_other_ranks(incumbent: Incumbent, known: Sequence[Evaluation]) -> Iterator[Evaluation]:
+    """The fastest plan that binds of each set of ranks left unused by none of those known, the fastest first."""
+    seen = {own.plan.unused for own in known}
+    for evaluation in incumbent.ranked:
+        if evaluation.plan.unused not in seen and _binds(incumbent.problem, evaluation):
+            seen.add(evaluation.plan.unused)
             yield evaluation
 
 

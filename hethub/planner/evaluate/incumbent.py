@@ -25,15 +25,14 @@ class Incumbent:
         self.closest: Evaluation | None = None  # the least over memory, where none fits
         self.space_bound_seconds: float | None = None  # no plan of a space that was searched to its end is faster
         self.limit_seconds = self.problem.constraints.time_limit_seconds
-        self._started = time.perf_counter()
+        self._started, self._below = time.perf_counter(), float("inf")
 
-    def of_part(self, problem: Problem) -> "Incumbent":
-        """For a search of some of the problem's machines, the first of each device type, which goes on from what is known
-        here and ends with the same time: its candidates mean the same plans for both."""
-        part = Incumbent(problem, self.costs, ignore_memory=self.evaluator.ignore_memory)
-        part.admit(self)
-        part._started = self._started
-        return part
+    def beside(self, problem: Problem, below_seconds: float) -> "Incumbent":
+        """For a search of some of the problem's machines, the first of each device type, which ends when this one's time is
+        over: for plans below so many seconds, whatever is known here. Its candidates mean the same plans for both."""
+        other = Incumbent(problem, self.costs, ignore_memory=self.evaluator.ignore_memory)
+        other._started, other._below = self._started, below_seconds
+        return other
 
     @property
     def out_of_time(self) -> bool:
@@ -71,8 +70,8 @@ class Incumbent:
 
     @property
     def best_seconds(self) -> float:
-        """The step of the fastest plan that fits; infinite where there is none."""
-        return self.best.seconds if self.best else float("inf")
+        """The step of the fastest plan that fits, or what plans must be below; infinite where there is neither."""
+        return min(self._below, self.best.seconds) if self.best else self._below
 
     @property
     def ranked(self) -> list[Evaluation]:
@@ -97,6 +96,8 @@ class Incumbent:
         """Takes over what another search of the same problem tried."""
         self.tried.update(other.tried)
         self.fitting.update(other.fitting)
+        if other.closest is not None and (self.closest is None or other.closest.fullness < self.closest.fullness):
+            self.closest = other.closest
 
     @property
     def estimate_error_percent(self) -> float:

@@ -28,8 +28,8 @@ NOT_SEARCHED = (
     ),
     Unsearched(
         "ranks.unused",
-        "plans that leave accelerators unused, except all of a device type (where nothing fits, of the smallest, then of the "
-        "slowest) and all but 1, 2, 4, … machines of one device type",
+        "plans that leave accelerators unused, except the slowest device types (where nothing fits, the smallest), one maker or "
+        "region or all but one, and all but 1, 2, 4, … machines of one device type",
     ),
     Unsearched(
         "stages.scattered",

@@ -15,7 +15,7 @@ from hethub.planner.generate.families import FAMILIES, Family
 from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.effort import Effort
-from hethub.planner.search.left_out import fewer_device_types, fewer_machines
+from hethub.planner.search.left_out import parts
 from hethub.planner.search.local_search import FAR, climb_leaders, descended, evaluate_all, evaluate_or_fit
 from hethub.planner.search.neighbours import with_room
 
@@ -41,22 +41,15 @@ def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
         few = best_cuts(problem, thriftiest(problem, table), FEW_CUTS).cuts
         evaluate_all(incumbent, modes.thriftiest(problem, few))
         climb_leaders(incumbent, effort)
-    for used in fewer_device_types(incumbent):
+    for part in parts(incumbent):
         if incumbent.out_of_time:
             break
-        fewer = _table(incumbent, used)
-        if fewer.bound[0] >= incumbent.best_seconds:
-            continue
-        incumbent.evaluator.microbatches_left = effort.microbatches
-        look(incumbent, effort, fewer, best_cuts(problem, fewer, effort.cuts))
-    for smaller, device_type in fewer_machines(incumbent) if incumbent.fitting else ():
-        if incumbent.out_of_time:
-            break
-        part = incumbent.of_part(smaller)
-        part.evaluator.microbatches_left = effort.microbatches
-        fewer = _table(part, [device_type])
-        look(part, effort, fewer, best_cuts(smaller, fewer, effort.cuts))
-        incumbent.admit(part)
+        own = incumbent.beside(part.problem, part.below_seconds)
+        fewer = _table(own, part.device_types)
+        if fewer.bound[0] < part.below_seconds:
+            own.evaluator.microbatches_left = effort.microbatches
+            look(own, effort, fewer, best_cuts(part.problem, fewer, effort.cuts))
+            incumbent.admit(own)
     if incumbent.out_of_time:
         return incumbent.best
     climb_leaders(incumbent, effort)

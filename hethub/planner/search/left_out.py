@@ -3,47 +3,79 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from hethub.planner.evaluate.incumbent import Incumbent
+from hethub.planner.evaluate.outlook import Outlooks
 from hethub.planner.problem.problem import Problem
+
+
+class Part(NamedTuple):
+    """A part of the accelerators to search: the question with these machines, the device types used, and the seconds that a
+    plan must take less than."""
+
+    problem: Problem
+    device_types: list[int]
+    below_seconds: float
+
+
+def parts(incumbent: Incumbent) -> Iterator[Part]:
+    """What may do better alone. Plans that slow links hold up are slower in the mean over the scenarios than as predicted, and
+    those of a part that such links lie around are not: these are to be below what the best takes in the middle of the
+    scenarios."""
+    problem, alone = incumbent.problem, _behind_one_link(incumbent.problem)
+    for used in fewer_device_types(incumbent):
+        if sorted(used) not in alone or not incumbent.fitting:
+            yield Part(problem, used, incumbent.best_seconds)
+    if incumbent.best is None:
+        return
+    for used in alone:
+        yield Part(problem, used, _in_the_middle(incumbent))
+    yield from _fewer_machines(incumbent)
+
+
+def _in_the_middle(incumbent: Incumbent) -> float:
+    """What the best plan takes in the middle of the scenarios."""
+    assert incumbent.best is not None
+    return Outlooks(incumbent.problem).in_the_middle([incumbent.best.plan])[0]
 
 
 def fewer_device_types(incumbent: Incumbent) -> Iterator[list[int]]:
     """All but the device types with the least memory, one after the other, as long as no plan is known that fits; then
-    without the slowest, the next slowest too, and so on; then those of one maker and of one region."""
+    without the slowest, the next slowest too, and so on."""
     device_types = incumbent.problem.device_types
     used = sorted(range(len(device_types)), key=lambda own: device_types[own].memory_bytes)
     while not incumbent.fitting and len(used) > 1:
         used = used[1:]
         yield used
     used.sort(key=incumbent.costs.unit_costs.layer_rate)
-    faster = [used[first:] for first in range(1, len(used))]
-    unlike = dict.fromkeys(tuple(sorted(own)) for own in [*faster, *_behind_one_link(incumbent.problem)])
-    yield from map(list, unlike)
+    yield from (used[first:] for first in range(1, len(used)))
 
 
-def fewer_machines(incumbent: Incumbent) -> Iterator[tuple[Problem, int]]:
-    """The question with 1, 2, 4, … machines of a device type, which is to be looked at alone: behind slow interfaces the
-    others may cost more than they add. None of which perfect balance would be slower than the best plan known."""
-    problem, global_batch = incumbent.problem, incumbent.problem.batch.global_batch
+def _fewer_machines(incumbent: Incumbent) -> Iterator[Part]:
+    """1, 2, 4, … machines of a device type: behind slow interfaces the others may cost more than they add. None of which
+    perfect balance would be too slow."""
+    problem = incumbent.problem
     for number, device_type in enumerate(problem.device_types):
-        machines = device_type.machines
-        seconds = (
-            global_batch / (device_type.size * incumbent.costs.unit_costs.layer_rate(number)) * problem.model.layers
-        )
+        machines, rate = device_type.machines, incumbent.costs.unit_costs.layer_rate(number)
+        most = _in_the_middle(incumbent) if len(machines) > 1 else 0.0
         for few in (1 << power for power in range((len(machines) - 1).bit_length())):
-            if seconds * len(machines) / few < incumbent.best_seconds:
-                part = replace(device_type, machines=machines[:few])
+            part = replace(device_type, machines=machines[:few])
+            if problem.batch.global_batch * problem.model.layers / (part.size * rate) < most:
                 others = problem.device_types[:number], problem.device_types[number + 1 :]
-                yield replace(problem, device_types=(*others[0], part, *others[1])), number
+                smaller = replace(problem, device_types=(*others[0], part, *others[1]))
+                yield Part(smaller, [number], most)
 
 
 def _behind_one_link(problem: Problem) -> list[list[int]]:
-    """The device types of each maker and of each region, which the slowest links part from the others."""
+    """The device types of each maker and of each region, which the slowest links part from the others, and all others."""
     regions, groups = problem.cluster.links.regions, defaultdict[tuple[str, str], list[int]](list)
+    every = range(len(problem.device_types))
     for number, device_type in enumerate(problem.device_types):
         groups["maker", device_type.island].append(number)
         if regions:
             node = problem.cluster.places[device_type.ranks[0]].node
             groups["region", regions.of_node[node.name]].append(number)
-    return [list(own) for own in dict.fromkeys(map(tuple, groups.values())) if len(own) < len(problem.device_types)]
+    others = [[number for number in every if number not in own] for own in groups.values()]
+    unlike = dict.fromkeys(map(tuple, [*groups.values(), *others]))
+    return [list(own) for own in unlike if 0 < len(own) < len(every)]
