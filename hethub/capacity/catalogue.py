@@ -52,7 +52,7 @@ class CatalogueSpec(Spec):
     """Node types that can be had: `count` of each is how many there are, prices per node and hour in one currency."""
 
     currency: str | None = None  # of all prices, EUR for example; must be given beside prices
-    date: str | datetime.date | None = None  # of the prices
+    date: str | datetime.date | None = None  # of the prices, which must be given beside them too
     # Node types as in a cluster file; `count`: how many can be had, `price_per_hour`: of one.
     nodes: tuple[NodeSpec, ...] = Field(min_length=1)
     links: LinksSpec = LinksSpec()

@@ -105,7 +105,8 @@ def shape(plan: PlanSpec) -> str:
     ]
     runs = [(kind, len(list(same))) for kind, same in groupby(kinds)]
     shown = [f"{count} x ({kind})" if count > 1 else kind for kind, count in runs[:MOST_KINDS]]
-    return " | ".join(shown) + (f" | {len(runs) - MOST_KINDS} more kinds" if len(runs) > MOST_KINDS else "")
+    more = len(runs) - MOST_KINDS
+    return " | ".join(shown) + (f" | {more} more kind{'s' * (more > 1)}" if more > 0 else "")
 
 
 def _replicas(stage: StageSpec) -> str:
