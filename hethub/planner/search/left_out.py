@@ -48,8 +48,14 @@ def fewer_device_types(incumbent: Incumbent) -> Iterator[list[int]]:
     while not incumbent.fitting and len(used) > 1:
         used = used[1:]
         yield used
-    used.sort(key=incumbent.costs.unit_costs.layer_rate)
+    used.sort(key=lambda own: (incumbent.costs.unit_costs.layer_rate(own), _gbps(incumbent.problem, own)))
     yield from (used[first:] for first in range(1, len(used)))
+
+
+def _gbps(problem: Problem, device_type: int) -> float:
+    """Of a machine's interfaces; infinite where the file does not say."""
+    gbps = problem.cluster.places[problem.device_types[device_type].ranks[0]].node.gbps
+    return float("inf") if gbps is None else gbps
 
 
 def _fewer_machines(incumbent: Incumbent) -> Iterator[Part]:
@@ -68,7 +74,8 @@ def _fewer_machines(incumbent: Incumbent) -> Iterator[Part]:
 
 
 def _behind_one_link(problem: Problem) -> list[list[int]]:
-    """The device types of each maker and of each region, which the slowest links part from the others, and all others."""
+    """The device types of each maker and of each region, which the slowest links part from the others, all others, and each
+    device type, whose machines alone may have a fast network."""
     regions, groups = problem.cluster.links.regions, defaultdict[tuple[str, str], list[int]](list)
     every = range(len(problem.device_types))
     for number, device_type in enumerate(problem.device_types):
@@ -77,5 +84,5 @@ def _behind_one_link(problem: Problem) -> list[list[int]]:
             node = problem.cluster.places[device_type.ranks[0]].node
             groups["region", regions.of_node[node.name]].append(number)
     others = [[number for number in every if number not in own] for own in groups.values()]
-    unlike = dict.fromkeys(map(tuple, [*groups.values(), *others]))
+    unlike = dict.fromkeys(map(tuple, [*groups.values(), *others, *([number] for number in every)]))
     return [list(own) for own in unlike if 0 < len(own) < len(every)]

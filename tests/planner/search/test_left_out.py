@@ -91,6 +91,27 @@ def test_machines_behind_a_slow_network_are_left_unused():
     assert found.prediction.step_seconds <= 1.01 * alone.prediction.step_seconds
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+def test_of_equal_accelerators_those_behind_the_slowest_interfaces_are_left_unused(order: tuple[int, ...]) -> None:
+    """The first of the file were: the order of five nodes of H100 made a step 3.5 times as long."""
+    node = cluster(("nvidia", 2, 1.0, 4.0)).nodes[0].model_dump(exclude_unset=True)
+    nodes = [{**node, "name": f"n{number}", "gbps_per_nic": (0.001, 8, 10)[number]} for number in order]
+    whole = ClusterSpec.model_validate({"name": "alike", "emulated": True, "nodes": nodes})
+    first = 2 * order.index(0)
+    assert plan(TINY, whole, QUESTION, with_bounds=False).plan.unused == (first, first + 1)
+
+
+def test_the_slower_accelerators_are_tried_alone():
+    """Only the faster were: two nodes of 8 A100 with one H100 behind 1 Gbit/s were planned 96 % slower than without it."""
+    nodes = [
+        node.model_dump(exclude_unset=True) for node in cluster(("nvidia", 4, 0.5, 4), ("nvidia", 1, 1.0, 4)).nodes
+    ]
+    for node, gbps in zip(nodes, (10, 0.001), strict=True):
+        node["gbps_per_nic"] = gbps
+    whole = ClusterSpec.model_validate({"name": "one beside", "emulated": True, "nodes": nodes})
+    assert plan(TINY, whole, QUESTION, with_bounds=False).plan.unused == (4,)
+
+
 def test_what_waits_for_no_slow_link_is_answered_where_the_mean_is_smaller():
     """H100 and A100 in one region, MI300X in another: with all three a step is 6 % shorter as predicted, and over the
     scenarios 8 % longer in the mean. Only plans faster than the fastest were looked for among two of them."""
