@@ -27,17 +27,16 @@ def parts(incumbent: Incumbent) -> Iterator[Part]:
     for used in fewer_device_types(incumbent):
         if sorted(used) not in alone or not incumbent.fitting:
             yield Part(problem, used, incumbent.best_seconds)
-    if incumbent.best is None:
-        return
     for used in alone:
         yield Part(problem, used, _in_the_middle(incumbent))
-    yield from _fewer_machines(incumbent)
+    if incumbent.fitting:
+        yield from _fewer_machines(incumbent)
 
 
 def _in_the_middle(incumbent: Incumbent) -> float:
-    """What the best plan takes in the middle of the scenarios."""
-    assert incumbent.best is not None
-    return Outlooks(incumbent.problem).in_the_middle([incumbent.best.plan])[0]
+    """What the best plan takes in the middle of the scenarios; infinite where none fits."""
+    best = incumbent.best
+    return Outlooks(incumbent.problem).in_the_middle([best.plan])[0] if best else float("inf")
 
 
 def fewer_device_types(incumbent: Incumbent) -> Iterator[list[int]]:
