@@ -204,8 +204,9 @@ def _steadiest(incumbent: Incumbent, outlooks: Outlooks, fastest: Evaluation) ->
     chosen, least = fastest, outlooks.of(fastest.plan).objective_seconds
     if incumbent.out_of_time:
         return chosen
-    near = list(islice(_unlike(incumbent, fastest), WIDER * most))
-    near = list(takewhile(lambda own: own.seconds < least, [*near, *_of_other_ranks(incumbent, [fastest, *near])]))
+    unlike = takewhile(lambda own: own.seconds < least, _unlike(incumbent, fastest))
+    near = list(islice(unlike, WIDER * most))
+    near += takewhile(lambda own: own.seconds < least, _of_other_ranks(incumbent, [fastest, *near]))
     middles = outlooks.in_the_middle([own.plan for own in near])
     for middle, evaluation in sorted(zip(middles, near, strict=True), key=itemgetter(0))[:most]:
         if middle >= least or incumbent.out_of_time:

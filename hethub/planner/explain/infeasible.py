@@ -1,12 +1,11 @@
 """No plan fits: by how much on what, and the smallest changes with which one does, each verified by planning with
 it."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.generate import modes
 from hethub.planner.generate.cuts import best_cuts
@@ -49,18 +48,15 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
             "global_batch, use fewer accelerators, relax the constraints or choose another strategy."
         )
     reserve = problem.constraints.reserve
-    misses: dict[str, tuple[int, int]] = {}
-    for entry in closest.prediction.memory:
-        over = entry.bytes - int(entry.limit * (1 - reserve))
-        if over > 0:
-            number, worst = misses.get(entry.accelerator, (0, 0))
-            misses[entry.accelerator] = (number + 1, max(worst, over))
-    short, exceeded = _short_hosts(problem, closest), []
-    if misses:
-        exceeded += [f"the memory (of which {reserve:.0%} stay free) of {_listed(misses)}"]
-    if short:
+    devices = _listed((entry.accelerator, entry.bytes - int(entry.limit * (1 - reserve))) for entry in closest.memory)
+    hosts = _listed(
+        (f"x node '{node.name}'", held - int(2**30 * (node.host_memory_gb or 0)))
+        for node, held in incumbent.evaluator.overfull_hosts(closest)
+    )
+    exceeded = [f"the memory (of which {reserve:.0%} stay free) of {devices}"] if devices else []
+    if hosts:
         exceeded += [
-            f"the hosts' memory, which holds what is offloaded and a checkpoint's copy, of {_listed(short)}; where the machines have more, "
+            f"the hosts' memory, which holds what is offloaded and a checkpoint's copy, of {hosts}; where the machines have more, "
             "raise host_memory_gb of their nodes"
         ]
     helps = [change.words for change in verified(problem)]
@@ -75,28 +71,15 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
     )
 
 
-def _listed(misses: Mapping[str, tuple[int, int]]) -> str:
-    """By name how many there are of it, and by how much at most they are too small."""
+def _listed(missing: Iterable[tuple[str, int]]) -> str:
+    """By name how many there are of it that miss bytes, and how many at most; nothing where none does."""
+    by_name = defaultdict[str, list[int]](list)
+    for name, missed in missing:
+        if missed > 0:
+            by_name[name].append(missed)
     return "; ".join(
-        f"{number} {name} by up to {worst:,} bytes ({worst / 2**30:.2f} GiB)"
-        for name, (number, worst) in misses.items()
+        f"{len(own)} {name} by up to {max(own):,} bytes ({max(own) / 2**30:.2f} GiB)" for name, own in by_name.items()
     )
-
-
-def _short_hosts(problem: Problem, closest: Evaluation) -> dict[str, tuple[int, int]]:
-    """The nodes whose machines hold more than their host memory: how many of them, and how many bytes more at most."""
-    held, found = Counter[int](), dict[str, tuple[int, int]]()
-    places = problem.cluster.places
-    for entry in closest.memory:
-        held[places[entry.rank].machine] += entry.host_bytes
-    nodes = {place.machine: place.node for place in places}
-    for machine, bytes_held in held.items():
-        limit = nodes[machine].host_memory_gb
-        if limit is not None and (over := bytes_held - int(limit * 2**30)) > 0:
-            name = f"x node '{nodes[machine].name}'"
-            number, worst = found.get(name, (0, 0))
-            found[name] = (number + 1, max(worst, over))
-    return found
 
 
 def _constraints(problem: Problem) -> str:

@@ -7,9 +7,10 @@ one device type.
 
 from hethub.planner.result import Unsearched
 
+_TP_OTHER = Unsearched("tp.other", "TP degrees that are no power of two")
 NOT_SEARCHED = (
     Unsearched("state_shares", "uneven state_shares, except as the cephalo family proposes them"),
-    Unsearched("tp.other", "TP degrees that are no power of two"),
+    _TP_OTHER,
     Unsearched(
         "micro_batch.other",
         "micro-batches that are no power of two, except in small spaces, in stages of one device type and by local improvement",
@@ -41,7 +42,7 @@ NOT_SEARCHED = (
 # The space of `exhaustive` has none of these, whatever the families propose beside it.
 NOT_IN_A_SMALL_SPACE = (
     Unsearched("state_shares", "uneven state_shares"),
-    Unsearched("tp.other", "TP degrees that are no power of two"),
+    _TP_OTHER,
     Unsearched(
         "micro_batch.other",
         "micro-batches that are no power of two and make no number of microbatches as equal as can be",

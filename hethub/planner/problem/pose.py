@@ -153,13 +153,13 @@ def _of_modes(problem: Problem) -> Iterator[Contradiction]:
     if given.schedule == "zero_bubble" and given.recompute == "full":
         yield ("schedule: zero_bubble", "recompute: full, which leaves no weights' gradients to put off")
     if given.schedule == "interleaved":
-        needs = "two stages or more of two chunks of layers or more each"
+        interleaved = "schedule: interleaved (two stages or more of two chunks of layers or more each)"
         if given.pp == 1:
-            yield (f"schedule: interleaved ({needs})", "pp: 1")
+            yield (interleaved, "pp: 1")
         if problem.size == 1:
-            yield (f"schedule: interleaved ({needs})", f"the only accelerator of cluster '{problem.cluster.name}'")
+            yield (interleaved, f"the only accelerator of cluster '{problem.cluster.name}'")
         if problem.model.layers < 4:
-            yield (f"schedule: interleaved ({needs})", f"the {problem.model.layers} layers of '{problem.model.name}'")
+            yield (interleaved, f"the {problem.model.layers} layers of '{problem.model.name}'")
     if given.zero == 0 and given.pp and given.pp < islands:
         yield (
             f"zero: 0 with pp: {given.pp}",

@@ -1,10 +1,12 @@
 """Which device types, and which machines of one, a plan may leave unused."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
+from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.evaluate.outlook import Outlooks
 from hethub.planner.problem.problem import Problem
@@ -23,20 +25,25 @@ def parts(incumbent: Incumbent) -> Iterator[Part]:
     """What may do better alone. Plans that slow links hold up are slower in the mean over the scenarios than as predicted, and
     those of a part that such links lie around are not: these are to be below what the best takes in the middle of the
     scenarios."""
-    problem, alone = incumbent.problem, _behind_one_link(incumbent.problem)
+    problem, alone, middle = incumbent.problem, _behind_one_link(incumbent.problem), _in_the_middle(incumbent)
     for used in fewer_device_types(incumbent):
         if sorted(used) not in alone or not incumbent.fitting:
             yield Part(problem, used, incumbent.best_seconds)
     for used in alone:
-        yield Part(problem, used, _in_the_middle(incumbent))
+        yield Part(problem, used, middle())
     if incumbent.fitting:
-        yield from _fewer_machines(incumbent)
+        yield from (Part(*some, middle()) for some in _fewer_machines(problem))
 
 
-def _in_the_middle(incumbent: Incumbent) -> float:
-    """What the best plan takes in the middle of the scenarios; infinite where none fits."""
-    best = incumbent.best
-    return Outlooks(incumbent.problem).in_the_middle([best.plan])[0] if best else float("inf")
+def _in_the_middle(incumbent: Incumbent) -> Callable[[], float]:
+    """What gives the seconds that the best plan takes in the middle of the scenarios; infinite where none fits."""
+    outlooks = Outlooks(incumbent.problem)
+
+    @cache
+    def seconds_of(best: Evaluation) -> float:
+        return outlooks.in_the_middle([best.plan])[0]
+
+    return lambda: seconds_of(incumbent.best) if incumbent.best else float("inf")
 
 
 def fewer_device_types(incumbent: Incumbent) -> Iterator[list[int]]:
@@ -57,19 +64,14 @@ def _gbps(problem: Problem, device_type: int) -> float:
     return float("inf") if gbps is None else gbps
 
 
-def _fewer_machines(incumbent: Incumbent) -> Iterator[Part]:
-    """1, 2, 4, … machines of a device type: behind slow interfaces the others may cost more than they add. None of which
-    perfect balance would be too slow."""
-    problem = incumbent.problem
+def _fewer_machines(problem: Problem) -> Iterator[tuple[Problem, list[int]]]:
+    """The question with 1, 2, 4, … machines of a device type, and that type: behind slow interfaces the others may cost more
+    than they add."""
     for number, device_type in enumerate(problem.device_types):
-        machines, rate = device_type.machines, incumbent.costs.unit_costs.layer_rate(number)
-        most = _in_the_middle(incumbent) if len(machines) > 1 else 0.0
-        for few in (1 << power for power in range((len(machines) - 1).bit_length())):
-            part = replace(device_type, machines=machines[:few])
-            if problem.batch.global_batch * problem.model.layers / (part.size * rate) < most:
-                others = problem.device_types[:number], problem.device_types[number + 1 :]
-                smaller = replace(problem, device_types=(*others[0], part, *others[1]))
-                yield Part(smaller, [number], most)
+        others = problem.device_types[:number], problem.device_types[number + 1 :]
+        for few in (1 << power for power in range((len(device_type.machines) - 1).bit_length())):
+            part = replace(device_type, machines=device_type.machines[:few])
+            yield replace(problem, device_types=(*others[0], part, *others[1])), [number]
 
 
 def _behind_one_link(problem: Problem) -> list[list[int]]:

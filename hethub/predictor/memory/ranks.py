@@ -18,7 +18,7 @@ from hethub.predictor.memory.peak import Moment, peak
 from hethub.predictor.memory.shards import Shard
 from hethub.predictor.memory.state import Resident, resident
 from hethub.predictor.memory.surroundings import checkpoint_bytes, pinned, surroundings
-from hethub.spec.cluster import NodeSpec
+from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Assignment, Layout
 
@@ -103,9 +103,7 @@ def check_memory(layout: Layout, reserve: float = 0.06) -> None:
 
 def _check_hosts(layout: Layout, used: Sequence[RankMemory]) -> None:
     """Raises BadInput where the ranks of a machine hold more in host memory than it has, if that is known."""
-    found = _overfull_host(layout, used)
-    if found is not None:
-        node, held = found
+    for node, held in overfull_hosts(layout.cluster, used):
         raise BadInput(
             f"node '{node.name}': its ranks would hold {held / 2**30:.2f} GiB in host memory (what is offloaded, and the copy "
             f"that a checkpoint is written from), of which it has {node.host_memory_gb:g} GiB; offload less on its stages, "
@@ -113,24 +111,20 @@ def _check_hosts(layout: Layout, used: Sequence[RankMemory]) -> None:
         )
 
 
-def _overfull_host(layout: Layout, used: Sequence[RankMemory]) -> tuple[NodeSpec, int] | None:
-    """The first node one of whose machines holds more than its host memory, and the bytes; None where all fit."""
-    places = layout.cluster.places
-    by_machine: Counter[int] = Counter()
+def overfull_hosts(cluster: ClusterSpec, used: Sequence[RankMemory]) -> list[tuple[NodeSpec, int]]:
+    """Of each machine that holds more than its host memory, if that is known, its node and the bytes held."""
+    held: Counter[int] = Counter()
     for entry in used:
-        by_machine[places[entry.rank].machine] += entry.host_bytes
-    for entry in used:
-        place = places[entry.rank]
-        limit = place.node.host_memory_gb
-        if entry.host_bytes and limit is not None and by_machine[place.machine] > limit * 2**30:
-            return place.node, by_machine[place.machine]
-    return None
+        held[cluster.places[entry.rank].machine] += entry.host_bytes
+    nodes = {place.machine: place.node for place in cluster.places}
+    each = [(nodes[machine], own) for machine, own in held.items()]
+    return [(node, own) for node, own in each if node.host_memory_gb is not None and own > node.host_memory_gb * 2**30]
 
 
 def all_fit(layout: Layout, used: Sequence[RankMemory], reserve: float) -> bool:
     """Whether every rank leaves `reserve` of its accelerator's memory free, and every machine's host memory
     suffices."""
-    return all(entry.fits(reserve) for entry in used) and _overfull_host(layout, used) is None
+    return all(entry.fits(reserve) for entry in used) and not overfull_hosts(layout.cluster, used)
 
 
 _REMEDIES = {
