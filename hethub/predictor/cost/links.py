@@ -258,6 +258,16 @@ class Network:
         """
         return 2.0 * self.reduce_scatter(group, num_bytes, sharing, "all_reduce")
 
+    @memoized
+    def copied_part(self, group: Group, num_bytes: float) -> float:
+        """Of the seconds of a collective among CPUs the part in which their cores copy and sum: what it would take on one
+        machine. A slower link leaves the cores the rest."""
+        if len(group.machines) == 1:
+            return 1.0
+        (machine, _), (island, _) = group.machines[0], group.islands[0]
+        together = Group(group.size, ((machine, group.size),), ((island, group.size),))
+        return min(1.0, self.reduce_scatter(together, num_bytes) / self.reduce_scatter(group, num_bytes))
+
     def _ring_seconds(self, group: Group) -> float:
         """The steps of an empty ring; all ranks take one at a time, so the longest way counts in each."""
         step = self.fit["collective_step_seconds"]

@@ -282,7 +282,10 @@ class StateCosts:
     def _shown(self, stage: int, seconds: float, exposed_seconds: float) -> float:
         """What communication adds to a pass: all that compute does not hide, and a part of what it does, for
         collectives take processors and memory bandwidth from the compute beside them."""
-        part = 1.0 if self.by_turns[stage] else self._overlap_cost(stage)
+        part = self._overlap_cost(stage)
+        if self.by_turns[stage]:
+            layer_bytes = self.width * self.most_parameters(stage, Portion(1, False, False))
+            part = self.network.copied_part(self.replica_group(stage, 0), layer_bytes)
         return exposed_seconds + part * (seconds - exposed_seconds)
 
     def in_rounds(self, stage: int) -> bool:

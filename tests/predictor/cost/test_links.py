@@ -101,6 +101,22 @@ def test_cpus_that_are_not_emulated_compute_and_communicate_by_turns(emulated: b
     assert step < 0.999 * (compute + gathers + sums) if emulated else step == pytest.approx(compute + gathers + sums)
 
 
+@pytest.mark.parametrize(("gbps", "hides"), [(0.2, True), (400, False)])
+def test_cpus_compute_while_a_slow_link_carries(gbps: float, hides: bool) -> None:
+    """What the same bytes take on one machine is their cores' own copying, which nothing hides."""
+    layouts = [
+        uniform(TINY, on, tp=1, pp=1, micro_batch=4, batch=32, seq=64, precision="fp32", zero=3)
+        for on in (cluster(("CPU-core", 1, 2)), cluster(("CPU-core", 2, 1), gbps=gbps))
+    ]
+    inside, over = (PlanCosts(layout, HETHUB, packaged()).state for layout in layouts)
+    portion = over.whole[0]
+    own, seconds = (sum(state.gather_seconds(0, portion)) for state in (inside, over))
+    assert inside.round_seconds(0, (1e9, 1e9), portion)[0] == pytest.approx(own)
+    shown, _ = over.round_seconds(0, (1e9, 1e9), portion)
+    assert shown == pytest.approx(own, rel=0.1) if hides else shown == pytest.approx(seconds)
+    assert seconds > 3 * own if hides else seconds < own
+
+
 def test_absurd_rates_are_bad_input_not_infinite_seconds() -> None:
     """Below any bound of a file: what a scaled accelerator could come to."""
     slow = find_accelerator("T4").model_copy(update={"name": "slow", "memory_gbytes_per_second": 1e-320})
