@@ -81,10 +81,12 @@ class PlanCosts:
         spec = self.layout.replica(stage, replica)
         places = [self.layout.cluster.places[rank] for rank in spec.ranks]
         names, machines = [place.node.device.name for place in places], [place.machine for place in places]
+        node_of = {place.machine: place.node.name for place in places}
         return (
             stage,
             tuple(names if len(set(names)) > 1 else names[:1]),
-            tuple([machines.count(machine) for machine in dict.fromkeys(machines)]),
+            tuple([machines.count(machine) for machine in node_of]),
+            tuple(node_of.values()) if len(node_of) > 1 else (),  # whose cards and uplinks its sums pass
             spec.tensor_shares,
             self.network.joined(spec.ranks),
             self._offloading_there(machines),
