@@ -168,6 +168,18 @@ def test_equal_replicas_are_replayed_once_and_their_steady_state_extrapolated(
     assert short.breakdown == pytest.approx(full.breakdown, rel=1e-6, abs=1e-6 * full.seconds)
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_replicas_that_lack_a_microbatch_in_unlike_rounds_stand_for_themselves(zero: int) -> None:
+    """Two slow replicas of one sample, around a fast one of three, have theirs in unlike rounds. Without a timeline the
+    first stood for both, and a step was a tenth too short."""
+    on = cluster(("T4", 1, 1), ("A100-SXM4-80GB", 1, 1), ("T4", 1, 1))
+    replicas = [{"ranks": [rank], "micro_batch": 1, "samples": samples} for rank, samples in enumerate((1, 3, 1))]
+    stages = [{"layers": [[0, 4]], "zero": zero, "replicas": replicas}]
+    plan = {"model": TINY.name, "cluster": on.name, "global_batch": 5, "seq_len": 256, "precision": "fp32"}
+    layout = bind(PlanSpec.model_validate({**plan, "stages": stages}), TINY, on)
+    assert predict(layout).step_seconds == pytest.approx(predict(layout, with_timeline=True).step_seconds, rel=1e-9)
+
+
 def test_messages_of_replicas_behind_one_card_share_its_rate() -> None:
     node = {"accelerator": "A100-SXM4-80GB", "accelerators": 4, "nics": 1, "gbps_per_nic": 10.0}
     on = ClusterSpec.model_validate({"name": "test", "nodes": [{**node, "name": "a"}, {**node, "name": "b"}]})
