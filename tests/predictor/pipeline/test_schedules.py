@@ -168,6 +168,22 @@ def test_equal_replicas_are_replayed_once_and_their_steady_state_extrapolated(
     assert short.breakdown == pytest.approx(full.breakdown, rel=1e-6, abs=1e-6 * full.seconds)
 
 
+def test_stages_that_begin_a_step_far_apart_are_not_extrapolated() -> None:
+    """The second stage's update fetches its state from the host, and its first forward comes so much later: of few
+    microbatches it was the second that held the step up, of many the first. The step was 7 % too short."""
+    on = cluster(("MI300X", 1, 2))
+    model = TINY.replace(hidden=1024, heads=16, ffn=2816, vocab=32000, max_seq_len=2048)
+    replicas = [[{"ranks": [rank], "micro_batch": 2, "samples": 64}] for rank in range(2)]
+    stages = [
+        {"layers": [[0, 3]], "replicas": replicas[0], "recompute": "full"},
+        {"layers": [[3, 4]], "replicas": replicas[1], "offload": ["activations", "optimizer"]},
+    ]
+    plan = {"model": "tiny", "cluster": "test", "global_batch": 64, "seq_len": 2048, "precision": "fp16"}
+    layout = bind(PlanSpec.model_validate({**plan, "schedule": "layered", "stages": stages}), model, on)
+    costs = PlanCosts(layout, HETHUB, packaged())
+    assert step_times(layout, costs).seconds == pytest.approx(step_times(layout, costs, full=True).seconds, rel=1e-6)
+
+
 @pytest.mark.parametrize("zero", [2, 3])
 def test_replicas_that_lack_a_microbatch_in_unlike_rounds_stand_for_themselves(zero: int) -> None:
     """Two slow replicas of one sample, around a fast one of three, have theirs in unlike rounds. Without a timeline the
