@@ -1,6 +1,7 @@
 """A prediction adds up, agrees with the schedule however it is replayed, and never beats its ceiling."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -190,6 +191,30 @@ def test_the_rank_that_is_over_by_the_largest_part_is_named() -> None:
     assert used[0].bytes < used[1].bytes
     need = f"{used[0].bytes / 2**30:.2f}"
     with pytest.raises(BadInput, match=rf"rank 0 \(A100-SXM4-40GB\) would need {need} GiB .* 2 of 3 ranks are over"):
+        check_memory(layout)
+
+
+ACTIVATIONS = {"batch": 64, "seq": 4096, "micro_batch": 2, "zero": 1}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "asked", "words"),
+    [
+        ("1f1b", ACTIVATIONS, "lower in_flight, lower micro_batch, set recompute: full or offload activations"),
+        ("gpipe", ACTIVATIONS, "choose schedule 1f1b and lower micro_batch, set recompute: full or offload activations"),
+        ("zero_bubble", ACTIVATIONS, "lower micro_batch or offload activations"),
+        ("1f1b", {"batch": 8, "seq": 256, "micro_batch": 1, "zero": 0},
+         "set zero: 1, offload optimizer, give the stage fewer layers or a higher tensor-parallel degree"),
+        ("1f1b", {"batch": 8, "seq": 256, "micro_batch": 1, "zero": 1},
+         "set zero: 2, give the stage fewer layers or a higher tensor-parallel degree"),
+    ],
+)  # fmt: skip
+def test_a_remedy_is_one_under_the_plan_that_it_is_said_of(schedule: str, asked: dict[str, int], words: str) -> None:
+    """Once gpipe, which takes no in_flight, was told to lower it, a stage with ZeRO-1 to set it, and zero_bubble to
+    recompute."""
+    layout = uniform(LLAMA_8B, cluster(("RTX-4090", 2, 8)), tp=1, pp=2, **asked)
+    layout = bind(layout.plan.replace(schedule=schedule), layout.model, layout.cluster)
+    with pytest.raises(BadInput, match=re.escape(f"GiB): {words}.")):
         check_memory(layout)
 
 

@@ -20,7 +20,8 @@ from hethub.predictor.memory.state import Resident, resident
 from hethub.predictor.memory.surroundings import checkpoint_bytes, pinned, surroundings
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.errors import BadInput
-from hethub.spec.layout.bind import Assignment, Layout
+from hethub.spec.layout.bind import ALL_IN_FLIGHT, Assignment, Layout
+from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
 
 COUNTED = ("weights", "gradients", "optimizer", "activations")
 
@@ -97,7 +98,7 @@ def check_memory(layout: Layout, reserve: float = 0.06) -> None:
     raise BadInput(
         f"rank {worst.rank} ({worst.accelerator}) would need {worst.bytes / 2**30:.2f} GiB of its {worst.limit / 2**30:.2f} GiB, of which "
         f"{reserve:.0%} stay free; {len(over)} of {len(layout.assignments)} ranks are over. Most of it is {largest} "
-        f"({worst.parts[largest] / 2**30:.2f} GiB): {_REMEDIES[largest]}."
+        f"({worst.parts[largest] / 2**30:.2f} GiB): {_remedies(layout, worst.rank, largest)}."
     )
 
 
@@ -127,17 +128,34 @@ def all_fit(layout: Layout, used: Sequence[RankMemory], reserve: float) -> bool:
     return all(entry.fits(reserve) for entry in used) and not overfull_hosts(layout.cluster, used)
 
 
-_REMEDIES = {
-    "weights": "give the stage fewer layers or a higher tensor-parallel degree",
-    "gradients": "give the stage fewer layers or a higher tensor-parallel degree",
-    "optimizer": "set zero: 1 or give the stage fewer layers",
-    "activations": "lower micro_batch or in_flight, or set recompute: full",
-    "buffers": "lower micro_batch",
-    "logits": "lower micro_batch or raise the last stage's tensor-parallel degree",
-    "temporaries": "lower micro_batch",
-    "communicator": "use an accelerator with more memory",
-    "framework": "use an accelerator with more memory",
-}
+CUT_FROM = {"optimizer": 1, "gradients": 2, "weights": 3}  # the ZeRO level from which replicas cut it
+LARGER = "use an accelerator with more memory"
+
+
+def _remedies(layout: Layout, rank: int, part: str) -> str:
+    """What makes a part of a rank's memory smaller under its plan, in words."""
+    place = layout.assignment_of[rank]
+    stage, samples = layout.stages[place.stage], layout.largest_microbatch(place.stage, place.replica)
+    shorter = "lower micro_batch" if samples > 1 else "shorten seq_len"
+    if part in CUT_FROM:
+        cuts = len(stage.replicas) > 1 and stage.zero < CUT_FROM[part]
+        offloads = part == "optimizer" and part not in stage.offload
+        found = [f"set zero: {CUT_FROM[part]}"] * cuts + ["offload optimizer"] * offloads
+        found += ["give the stage fewer layers", "a higher tensor-parallel degree"]
+    elif part == "activations":
+        name, some = layout.plan.schedule, layout.in_flight[place.stage][place.replica] > 1
+        if name in ALL_IN_FLIGHT:
+            found = ["choose schedule 1f1b" + " and lower micro_batch" * (samples > 1)]
+        else:
+            found = ["lower in_flight"] * (some and name != "interleaved") + [shorter]
+        found += ["set recompute: full"] * (stage.recompute != "full" and name != "zero_bubble")
+        found += ["offload activations"] * (part not in stage.offload)
+    elif part == "logits":
+        few = samples * layout.plan.seq_len <= LOSS_CHUNK_TOKENS
+        found = [shorter] * few + ["raise the last stage's tensor-parallel degree"]
+    else:
+        found = [LARGER if part in ("communicator", "framework") else shorter]
+    return " or ".join([", ".join(found[:-1])] * (len(found) > 1) + found[-1:])
 
 
 class Work(NamedTuple):

@@ -81,10 +81,12 @@ class PlanCosts:
         spec = self.layout.replica(stage, replica)
         places = [self.layout.cluster.places[rank] for rank in spec.ranks]
         names, machines = [place.node.device.name for place in places], [place.machine for place in places]
+        node_of = {place.machine: place.node.name for place in places}
         return (
             stage,
             tuple(names if len(set(names)) > 1 else names[:1]),
-            tuple([machines.count(machine) for machine in dict.fromkeys(machines)]),
+            tuple([machines.count(machine) for machine in node_of]),
+            tuple(node_of.values()) if len(node_of) > 1 else (),  # whose cards and uplinks its sums pass
             spec.tensor_shares,
             self.network.joined(spec.ranks),
             self._offloading_there(machines),
@@ -110,8 +112,14 @@ class PlanCosts:
             keys = tuple(self.replica_key(stage, replica) for stage in stages)
             levels = tuple(self.boundary_key(stage, replica, replica) for stage in stages[:-1])
             given = tuple(self.layout.replica(stage, replica).in_flight for stage in stages)
-            found.setdefault((keys, levels, given, spec.micro_batch, spec.samples), replica)
+            found.setdefault((keys, levels, given, spec.micro_batch, spec.samples, self._rounds_of(replica)), replica)
         return tuple(found.values())
+
+    def _rounds_of(self, replica: int) -> tuple[tuple[int, ...], ...]:
+        """By stage, the rounds in which a replica has a microbatch, where it lacks one in some."""
+        stages = filter(self.plan.runs_in_rounds, range(self.layout.num_stages))
+        some = [stage for stage in stages if not self.layout.joins_every_round(stage, replica)]
+        return tuple([tuple(self.layout.round_numbers(stage, replica)) for stage in some])
 
     @cached_property
     def chains_apart(self) -> bool:

@@ -150,10 +150,8 @@ def _timed(compute: Compute, ends: list[float]) -> dict[Place, list[Timed]]:
     found: dict[Place, list[Timed]] = {}
     for place, acts in schedule(compute.layout).items():
         nodes, order = compute.wiring.orders[compute.runs[place].actor], compute.runs[place].order
-        stops = ends[nodes.start : nodes.stop]
-        starts = list(map(sub, stops, compute.graph.seconds[nodes.start : nodes.stop]))
-        if place in compute.early:
-            stops = list(map(sub, stops, compute.early[place]))
+        starts = list(map(sub, ends[nodes.start : nodes.stop], compute.graph.seconds[nodes.start : nodes.stop]))
+        stops = [ends[compute.through.get(node, node)] for node in nodes]
         for (kind, _), position in order.updates.items():
             if kind in COLLECTIVE and position:
                 starts[position] = stops[position - 1]

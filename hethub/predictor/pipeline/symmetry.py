@@ -18,6 +18,8 @@ from hethub.predictor.pipeline.traffic.link_loads import Paces
 from hethub.predictor.pipeline.traffic.routes import Group
 from hethub.spec.layout.bind import Layout
 
+TOLD = 1e-3  # of a step, beyond which stages that begin apart are all replayed
+
 
 class FoldedLayout(Layout):
     """Some replicas of another layout's stages, each with `num_microbatches` microbatches, held as many at a time as
@@ -123,9 +125,10 @@ def extent(layout: Layout, costs: PlanCosts) -> Extent:
 
     Critical cycles through k stages repeat within k microbatches, interleaved groups are as large as the pipeline; only
     waits that take longer to settle than the warm-up are approximated. Chunks stepped apart begin behind their updates, and
-    stages of nearly one pace need any number of microbatches to make up for that: all are replayed.
+    stages of unlike updates one after the other; at nearly one pace they need any number of microbatches to make up for
+    that: all are replayed.
     """
-    if costs.state.steps_apart:
+    if costs.state.steps_apart or _begin_apart(layout, costs):
         return Extent(None, 0, 0)
     replicas = costs.chains
     counts = {-(-layout.replica(0, r).samples // layout.replica(0, r).micro_batch) for r in replicas}
@@ -142,6 +145,18 @@ def extent(layout: Layout, costs: PlanCosts) -> Extent:
         return Extent(None, 0, 0)
     base = warm + (num_microbatches - warm) % period
     return Extent(base, period, (num_microbatches - base) // period)
+
+
+def _begin_apart(layout: Layout, costs: PlanCosts) -> bool:
+    """Whether replicas begin a step, each behind its own update, so far apart that it tells in the step."""
+    places = [(stage, replica) for stage in range(layout.num_stages) for replica in costs.chains]
+    updates = [costs.optimizer(*place) + costs.state.reduction(place[0]).gather_seconds for place in places]
+    passes = [
+        own.samples / own.micro_batch * sum(part.total for part in costs.microbatch(*place, own.micro_batch))
+        for place in places
+        for own in [layout.replica(*place)]
+    ]
+    return max(updates) - min(updates) > TOLD * max(passes)
 
 
 def _hiding(layout: Layout, costs: PlanCosts, stage: int) -> int:

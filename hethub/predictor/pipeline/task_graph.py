@@ -1,8 +1,8 @@
 """A step of a plan as nodes to replay: every replica's actions with what they cost.
 
-A stage whose microbatches come in rounds (ZeRO-2/3) is one actor: its replicas meet in every layer's collectives, so a
-round takes as long as its slowest microbatch. Collectives over a chunk are nodes of a stream of their own, beside
-compute.
+A stage under ZeRO-3 is one actor: its replicas meet in every layer's collectives, so a round takes as long as its
+slowest microbatch. Under ZeRO-2 they meet where gradients are summed, at most two layers behind each other.
+Collectives over a chunk are nodes of a stream of their own, beside compute.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.parts import Parts
-from hethub.predictor.pipeline.replay import TaskGraph
+from hethub.predictor.pipeline.replay import NONE, TaskGraph
 from hethub.predictor.pipeline.symmetry import FoldedCosts
 from hethub.predictor.pipeline.traffic.link_loads import Paces
 from hethub.predictor.pipeline.wiring import BoundaryMessages, Place, Run, Way, Wiring, pieces
@@ -55,14 +55,16 @@ class Compute:
         self.wiring, self.layout, self.costs = wiring, wiring.layout, costs
         self.runs = wiring.runs
         self.spent: dict[Place, Parts] = {}  # by each replica on all its microbatches
+        self.through: dict[int, int] = {}  # by node of a pass, one that ends when others let its replica be through
         self._priced: dict[tuple[object, ...], tuple[list[Parts], list[Parts], Parts]] = {}
-        self.early: dict[Place, list[float]] = {}  # by position, how long before its node's end a replica is done
         self.senders: dict[int, int] = {}  # by node of a flow, the node that gives it its messages
         seconds = [each for stage in range(self.layout.num_stages) for each in self._seconds(stage)]
         self.graph = TaskGraph(seconds, wiring.sources[:], [0.0] * len(seconds), orders=list(wiring.orders))
         sent = [each for of_boundary in wiring.boundaries for each in self._messages(of_boundary)]
         for _, between in groupby(sorted(sent, key=attrgetter("ends")), attrgetter("ends")):
             self._add_messages(list(between))
+        for stage in filter(wiring.meets, range(self.layout.num_stages)):
+            self._meet(stage)
 
     def _seconds(self, stage: int) -> list[float]:
         """By node of a stage, what it takes."""
@@ -70,12 +72,53 @@ class Compute:
         if not self.layout.plan.runs_in_rounds(stage):
             return [each for place in places for each in self._by_node(self._taken(place), self.runs[place])]
         taken = [self._taken_in_rounds(place) for place in places]
-        longest = [max(own) for own in zip(*taken, strict=True)]
-        # Only gathers keep a replica from running ahead of the others inside a round.
-        if self.layout.stages[stage].zero < 3 and self.wiring.each:
-            for place, own in zip(places, taken, strict=True):
-                self.early[place] = [most - mine for most, mine in zip(longest, own, strict=True)]
-        return self._by_node(longest, self.runs[stage, 0])
+        if self.wiring.goes_as_one(stage):
+            return self._by_node([max(own) for own in zip(*taken, strict=True)], self.runs[stage, 0])
+        return [each for own in taken for each in own]
+
+    def _summed(self, stage: int) -> list[tuple[int, int]]:
+        """Where in their order a stage's replicas sum gradients layer by layer, and of how many layers."""
+        order, portions = self.runs[stage, 0].order, self.costs.state.portions[stage]
+        last = Kind.WEIGHT if self.layout.plan.schedule == "zero_bubble" else Kind.BACKWARD
+        return sorted(
+            (position, portions[chunk].layers)
+            for (kind, chunk), positions in order.positions.items()
+            for position in positions
+            if kind is last
+        )
+
+    def _meet(self, stage: int) -> None:
+        """Lets replicas under ZeRO-2 wait for each other's sums: none fills a layer's gradients before those of the layer
+        before the last are summed over all, this round's or of the one before. Who is through with a round's pass has
+        waited so for its last layer."""
+        graph, summed, count = self.graph, self._summed(stage), len(self.layout.stages[stage].replicas)
+        runs = [self.runs[stage, replica] for replica in range(count)]
+        own = [{run.nodes[position]: layers for position, layers in summed} for run in runs]
+        before_last, met, *through = (self._meetings(len(summed)) for _ in range(2 + count))
+        ends = {node: end for each in zip(own, through, strict=True) for node, end in zip(*each, strict=True)}
+        graph.sources = [ends.get(source, source) for source in graph.sources]
+        for needs in graph.needs.values():
+            needs[:] = [(ends.get(source, source), seconds) for source, seconds in needs]
+        self.through |= ends
+        for nodes in own:
+            for number, (node, layers) in enumerate(nodes.items()):
+                end, layer = ends[node], graph.seconds[node] / layers
+                if layers > 1 and number:
+                    graph.needs[node].append((met[number - 1], -layer))
+                elif number > 1:
+                    graph.needs[node].append((met[number - 2], 0.0))
+                graph.needs[end].append((node, 0.0))
+                if layers > 2:
+                    graph.needs[before_last[number]].append((node, -2 * layer))
+                    graph.needs[end].append((before_last[number], layer))
+                graph.needs[met[number]].append((end, 0.0))
+                graph.needs[node + 1].append((end, 0.0))
+
+    def _meetings(self, count: int) -> range:
+        """New nodes without a length, one after the other."""
+        first = len(self.graph.seconds)
+        self.graph.add_stream([0.0] * count, [NONE] * count, [0.0] * count)
+        return range(first, first + count)
 
     def _by_node(self, taken: list[float], run: Run) -> list[float]:
         return taken if self.wiring.each else [sum(taken[start:stop]) for start, stop in pieces(run.order)]
@@ -138,17 +181,7 @@ class Compute:
         under_way = [costs[pair] for pair in overlap.pair_of]
         both = [self.costs.paces(boundary, one, other) for one, other, _ in overlap.pairs]
         for ends, way, paces in zip(((above, below), (below, above)), ways, zip(*both, strict=True), strict=True):
-            yield Sent(ends, way, overlap, paces, self._sent(way, under_way))
-
-    def _sent(self, way: Way, under_way: list[float]) -> list[float]:
-        """By row, how long after its sender's node a message is there."""
-        stage, chunk = way.giving
-        if (stage, 0) not in self.early:
-            return under_way
-        turns = enumerate(self.wiring.turns(way.kind, stage, chunk))
-        own = [map(self.early[stage, replica].__getitem__, positions) for replica, (_, positions) in turns]
-        early = self.wiring.by_microbatch(stage, own)
-        return [seconds - early[giver] for giver, seconds in zip(way.givers, under_way, strict=True)]
+            yield Sent(ends, way, overlap, paces, under_way)
 
     def _add_messages(self, sent_between: Sequence[Sent]) -> None:
         """Lets the microbatches of a stage wait for another's messages, and where these may wait for those before them on their

@@ -38,7 +38,6 @@ class Way(NamedTuple):
 
     kind: Kind
     giving: ChunkPlace
-    givers: list[int]  # by row, the sender's place on the sample axis
     sources: list[int]  # by row, the node that sends
     alone: list[bool]  # by row, whether its sender takes chunks in turn and goes one way yet, or no more than one
     waiting: list[int]  # the nodes that wait for a message as for their source
@@ -85,22 +84,32 @@ class StageNodes:
 class Wiring:
     """The compute of all replicas as nodes that wait for each other's microbatches.
 
-    On a single stage no microbatch waits for another, so that all between the ends of the passes is one node, unless
-    `full` asks for each.
+    On a single stage no microbatch waits for another, unless replicas meet in rounds, so that all between the ends of the
+    passes is one node, unless `full` asks for each.
     """
 
     def __init__(self, layout: Layout, full: bool) -> None:
-        self.layout, self.each = layout, full or layout.num_stages > 1
+        self.layout = layout
+        self.each = full or layout.num_stages > 1 or self.meets(0)
         self.orders: list[range] = []  # the nodes of each actor
         self.runs: dict[Place, Run] = {}
         for stage, spec in enumerate(layout.stages):
             for replica in range(len(spec.replicas)):
-                shared = replica > 0 and layout.plan.runs_in_rounds(stage)
-                run = self.runs[stage, 0] if shared else self._run(actor_order(layout, stage, replica))
+                shared = replica > 0 and self.goes_as_one(stage)
+                order = actor_order(layout, stage, layout.actor_of(stage, replica))
+                run = self.runs[stage, 0] if shared else self._run(order)
                 self.runs[stage, replica] = run
         self.stages = [self._stage_nodes(stage) for stage in range(layout.num_stages)]
         self.sources = [NONE] * self._num_nodes
         self.boundaries = list(self._boundaries())
+
+    def goes_as_one(self, stage: int) -> bool:
+        """Whether a stage's replicas do every pass together, for they gather each layer's weights (ZeRO-3)."""
+        return self.layout.plan.runs_in_rounds(stage) and self.layout.stages[stage].zero == 3
+
+    def meets(self, stage: int) -> bool:
+        """Whether they meet where gradients are summed alone (ZeRO-2)."""
+        return self.layout.plan.runs_in_rounds(stage) and self.layout.stages[stage].zero < 3
 
     @property
     def _num_nodes(self) -> int:
@@ -159,13 +168,13 @@ class Wiring:
         given, waiting = self._nodes(kind, *giving), self._nodes(kind, *taking)
         sources = [given[place] for place in senders]
         alone = self._alone(giving[0], senders, sources)
-        if self.layout.plan.runs_in_rounds(taking[0]):  # a node is of several microbatches
+        if self.goes_as_one(taking[0]):  # a node is of several microbatches
             beside = [(waiting[place], row) for row, place in enumerate(receivers)]
-            return Way(kind, giving, senders, sources, alone, [], [], beside)
+            return Way(kind, giving, sources, alone, [], [], beside)
         for node, row in zip(waiting, firsts, strict=True):
             self.sources[node] = sources[row]
         beside = [(waiting[receivers[row]], row) for row in others]
-        return Way(kind, giving, senders, sources, alone, waiting, firsts, beside)
+        return Way(kind, giving, sources, alone, waiting, firsts, beside)
 
     def _alone(self, stage: int, senders: list[int], sources: list[int]) -> list[bool]:
         """By row, whether its node comes before its replica's first backward or behind its last forward. Not where a stage

@@ -84,3 +84,14 @@ def test_the_search_counts_them_alike() -> None:
     found, estimated = costs_of().microbatch(0, 0, 1), rate.microbatch(32, True, True)
     assert estimated.forward == pytest.approx(found.forward.total)
     assert estimated.backward == pytest.approx(found.backward.total)
+
+
+def test_sums_over_machines_take_what_their_own_cards_carry() -> None:
+    """Replicas over two machines with unlike cards were priced as the first of them."""
+    on = cluster(("L4", 2, 1), ("L4", 2, 1))
+    slow, fast = on.nodes
+    on = on.replace(nodes=(slow.replace(gbps_per_nic=1.0), fast.replace(gbps_per_nic=400.0)))
+    layout = uniform(LLAMA_8B, on, tp=2, pp=1, micro_batch=1, batch=2, seq=4096)
+    costs = PlanCosts(layout, HETHUB, packaged())
+    over_slow, over_fast = (costs.microbatch(0, replica, 1).forward.tp for replica in range(2))
+    assert over_slow > 50 * over_fast
