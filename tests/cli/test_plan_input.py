@@ -52,17 +52,11 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], int, dict[str, Any], str]] = {
         "nodes[0].accelerator.memory_gb is missing; add it.",
     ),
     "more stages than layers": ([node(count=4), AMD], 16, {"pp": 6}, "pp: 6 contradicts the 4 layers of model 'm'"),
-    "chunks of one stage": (
+    "chunks of one layer": (
         [node(), AMD],
         16,
-        {"schedule": "interleaved", "pp": 1},
-        "schedule: interleaved (two stages or more of two chunks of layers or more each) contradicts pp: 1",
-    ),
-    "chunks of one layer": (
-        [node("nv", "A10G", accelerators=1), node("amd", "MI300X", accelerators=1)],
-        4,
-        {"schedule": "interleaved"},
-        "two stages or more need two layers or more each",
+        {"schedule": "interleaved", "pp": 4},
+        "schedule: interleaved with pp: 4 (two chunks of layers or more in every stage) contradicts the 4 layers of 'm'",
     ),
     "more ranks than layers and samples": (SINGLES, 1, {}, "global_batch 1: some stage has at least 2 replicas"),
     "a batch smaller than its replicas": ([node(), AMD], 2, {"dp": 4}, "dp: 4 contradicts global_batch 2"),
@@ -116,6 +110,25 @@ def test_is_refused_in_a_paragraph(name: str, tmp_path: Path, capsys: pytest.Cap
 
 def test_one_accelerator_has_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(write_job(tmp_path, [node(accelerators=1)], 16, {})), "--json"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given"),
+    [
+        ([node(accelerators=1)], {}),
+        ([node()], {"pp": 1}),
+        ([node("nv", "A10G", accelerators=1), node("amd", "MI300X", accelerators=1)], {}),
+    ],
+)
+def test_one_stage_may_be_interleaved(
+    nodes: list[dict[str, Any]], given: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was refused as needing two stages, and `auto` answered with it unasked."""
+    job = write_job(tmp_path, nodes, 4, {"schedule": "interleaved", **given})
+    assert run(["plan", str(job), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)["plan"]
+    assert answer["schedule"] == "interleaved"
+    assert all(len(stage["layers"]) > 1 for stage in answer["stages"])
 
 
 def test_constraints_are_set_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

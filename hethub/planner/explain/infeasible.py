@@ -18,8 +18,7 @@ from hethub.spec.plan import ScheduleName
 
 _USUAL_NEEDS = "every accelerator needs a layer and a sample"
 _NEEDS: dict[ScheduleName | None, str] = {
-    "interleaved": "two stages or more need two layers or more each, a chunk of their own, and where accelerators are unlike "
-    "the best cuts gave the slow ones fewer",
+    "interleaved": "every stage needs two layers or more, a chunk each, and every accelerator a sample",
     "ministages": "a stage needs four layers or more, a chunk each, and every accelerator a sample",
 }
 TRIED = 12  # cuts of a changed question that are evaluated

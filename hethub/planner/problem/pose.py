@@ -152,14 +152,12 @@ def _of_modes(problem: Problem) -> Iterator[Contradiction]:
     given, islands = problem.constraints, len(problem.cluster.islands)
     if given.schedule == "zero_bubble" and given.recompute == "full":
         yield ("schedule: zero_bubble", "recompute: full, which leaves no weights' gradients to put off")
-    if given.schedule == "interleaved":
-        interleaved = "schedule: interleaved (two stages or more of two chunks of layers or more each)"
-        if given.pp == 1:
-            yield (interleaved, "pp: 1")
-        if problem.size == 1:
-            yield (interleaved, f"the only accelerator of cluster '{problem.cluster.name}'")
-        if problem.model.layers < 4:
-            yield (interleaved, f"the {problem.model.layers} layers of '{problem.model.name}'")
+    if given.schedule == "interleaved" and problem.model.layers < 2 * (given.pp or 1):
+        stages = f" with pp: {given.pp}" if given.pp else ""
+        yield (
+            f"schedule: interleaved{stages} (two chunks of layers or more in every stage)",
+            f"the {problem.model.layers} layers of '{problem.model.name}'",
+        )
     if given.zero == 0 and given.pp and given.pp < islands:
         yield (
             f"zero: 0 with pp: {given.pp}",

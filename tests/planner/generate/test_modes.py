@@ -10,7 +10,8 @@ ALONE = ReplicaGroup(0, 1, 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("layers", "chunks"), [((20, 20), {2, 4, 5, 10, 20}), ((12, 8), {2, 4}), ((5, 7), {2, 4}), ((1, 3), set())]
+    ("layers", "chunks"),
+    [((20, 20), {2, 4, 5, 10, 20}), ((12, 8), {2, 4}), ((5, 7), {2, 4}), ((1, 3), set()), ((6,), {2, 3, 6})],
 )
 def test_interleaved_chunks_are_even_where_they_can_be(layers: tuple[int, int], chunks: set[int]) -> None:
     """A published recipe of five chunks of four layers was faster than what powers of two had."""
