@@ -104,7 +104,7 @@ def verified(problem: Problem) -> list[Change]:
 def _fits(change: Change) -> bool:
     """Whether a plan is found among the thriftiest cuts, in any mode, also without the device types of least memory."""
     problem, incumbent = change.problem, Incumbent(change.problem)
-    costs, every = incumbent.costs, range(len(change.problem.device_types))
+    costs, every = incumbent.costs, problem.usable
     for used in (every, *islice(fewer_device_types(incumbent), len(every) - 1)):
         few = thriftiest(problem, tabulate(problem, costs.unit_costs, used))
         found = modes.propose(problem, costs, best_cuts(problem, few, TRIED).cuts)
