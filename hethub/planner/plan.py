@@ -38,6 +38,7 @@ from hethub.spec.model import ModelSpec
 FEW = 8  # cuts looked at where the time limit left none
 LOOKED_AT = ((128, 4), (1024, 2))  # up to so many accelerators, plans compared with the fastest over all scenarios
 LEAST_LOOKED_AT = 1  # beyond
+SEARCHED = ("tp", "pp", "dp", "micro_batch", "max_micro_batch", "schedule", "recompute", "zero", "forbid")
 WIDER = 4  # times as many are looked at in the middle of the scenarios
 
 
@@ -182,9 +183,26 @@ def find(incumbent: Incumbent, strategy: str) -> Evaluation | None:
         search_exhaustively(incumbent)
         return add_whole_plans(incumbent)
     if strategy == "auto":
+        if _is_answered_freely(incumbent):
+            return incumbent.best
         found = search(incumbent, effort_for(incumbent.problem))
         return found or (_first_fitting(incumbent) if incumbent.out_of_time else None)
     return search_family(incumbent, FAMILIES[strategy])
+
+
+def _is_answered_freely(incumbent: Incumbent) -> bool:
+    """Whether the answer without constraints keeps to those given and so is the answer with them. The plans of that search
+    which keep to them are taken over; under a time limit there is none."""
+    problem, given = incumbent.problem, incumbent.problem.constraints
+    free = problem.with_constraints(given.replace(**{key: getattr(ConstraintsSpec(), key) for key in SEARCHED}))
+    if free.constraints == given or incumbent.limit_seconds is not None:
+        return False
+    other = Incumbent(free)
+    if not search(other, effort_for(free)):
+        return False
+    own = _steadiest(other, Outlooks(free), _confirmed(other, other.best, "auto"))
+    incumbent.admit(other)
+    return incumbent.evaluator.is_allowed(own.candidate, own.plan)
 
 
 def _first_fitting(incumbent: Incumbent) -> Evaluation | None:

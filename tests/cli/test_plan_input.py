@@ -52,31 +52,18 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], int, dict[str, Any], str]] = {
         "nodes[0].accelerator.memory_gb is missing; add it.",
     ),
     "more stages than layers": ([node(count=4), AMD], 16, {"pp": 6}, "pp: 6 contradicts the 4 layers of model 'm'"),
-    "chunks of one stage": (
+    "chunks of one layer": (
         [node(), AMD],
         16,
-        {"schedule": "interleaved", "pp": 1},
-        "schedule: interleaved (two stages or more of two chunks of layers or more each) contradicts pp: 1",
+        {"schedule": "interleaved", "pp": 4},
+        "schedule: interleaved with pp: 4 (two chunks of layers or more in every stage) contradicts the 4 layers of 'm'",
     ),
-    "chunks of one layer": (
-        [node("nv", "A10G", accelerators=1), node("amd", "MI300X", accelerators=1)],
-        4,
-        {"schedule": "interleaved"},
-        "two stages or more need two layers or more each",
-    ),
-    "more ranks than layers and samples": (SINGLES, 1, {}, "global_batch 1: some stage has at least 2 replicas"),
     "a batch smaller than its replicas": ([node(), AMD], 2, {"dp": 4}, "dp: 4 contradicts global_batch 2"),
     "degrees beyond the cluster": (
         [node(), AMD],
         16,
         {"pp": 3, "dp": 2},
         "pp: 3 with dp: 2 contradicts the 4 accelerators",
-    ),
-    "kinds that may not meet": (
-        [node(), AMD],
-        16,
-        {"forbid": [["amd", "nvidia"]], "pp": 1},
-        "pp: 1 contradicts forbid",
     ),
     "a pair of one": (
         [node(), AMD],
@@ -118,10 +105,49 @@ def test_one_accelerator_has_a_plan(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run(["plan", str(write_job(tmp_path, [node(accelerators=1)], 16, {})), "--json"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("nodes", "batch", "given"),
+    [
+        (SINGLES, 1, {}),
+        ([node(), AMD], 16, {"forbid": [["amd", "nvidia"]], "pp": 1}),
+        ([node(accelerators=3), AMD], 16, {"tp": 2}),
+    ],
+)
+def test_what_not_all_accelerators_can_take_leaves_some_unused(
+    nodes: list[dict[str, Any]],
+    batch: int,
+    given: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It was refused, though a part of the cluster has a plan."""
+    assert run(["plan", str(write_job(tmp_path, nodes, batch, given)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["unused"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given"),
+    [
+        ([node(accelerators=1)], {}),
+        ([node()], {"pp": 1}),
+        ([node("nv", "A10G", accelerators=1), node("amd", "MI300X", accelerators=1)], {}),
+    ],
+)
+def test_one_stage_may_be_interleaved(
+    nodes: list[dict[str, Any]], given: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was refused as needing two stages, and `auto` answered with it unasked."""
+    job = write_job(tmp_path, nodes, 4, {"schedule": "interleaved", **given})
+    assert run(["plan", str(job), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)["plan"]
+    assert answer["schedule"] == "interleaved"
+    assert all(len(stage["layers"]) > 1 for stage in answer["stages"])
+
+
 def test_constraints_are_set_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = write_job(tmp_path, [node(), AMD], 16, {})
-    assert run(["plan", str(job), "--set", "constraints.forbid=[[amd, nvidia]]", "--set", "constraints.pp=1"]) == 2
-    assert "pp: 1 contradicts forbid" in capsys.readouterr().err
+    assert run(["plan", str(job), "--set", "constraints.pp=3", "--set", "constraints.dp=2"]) == 2
+    assert "pp: 3 with dp: 2 contradicts" in capsys.readouterr().err
 
 
 def test_a_plan_that_cannot_be_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

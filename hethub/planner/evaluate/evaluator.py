@@ -73,7 +73,7 @@ class Evaluator:
         problem = self.problem
         holds = self.costs.of(candidate).holds if candidate.extra_in_flight else None
         plan = candidate.plan or materialize(candidate, problem, self.costs.unit_costs.worker, holds)
-        if plan is None or not keeps(plan, problem.constraints) or problem.forbids_any(candidate.mixtures):
+        if plan is None or not self.is_allowed(candidate, plan):
             return None
         key = (candidate.extra_in_flight, plan.model_dump_json())  # what has extra in flight may be given more
         if key in self._known:  # of another candidate
@@ -84,6 +84,10 @@ class Evaluator:
         found = self._known[key] = self._evaluate(candidate, plan)
         self._knows_a_fitting |= found is not None and (found.fits or self.ignore_memory)
         return found
+
+    def is_allowed(self, candidate: Candidate, plan: PlanSpec) -> bool:
+        """Whether a candidate's plan keeps to the constraints."""
+        return keeps(plan, self.problem.constraints) and not self.problem.forbids_any(candidate.mixtures)
 
     def _evaluate(self, candidate: Candidate, plan: PlanSpec) -> Evaluation | None:
         """The evaluation of a candidate's plan, or None where it does not bind."""

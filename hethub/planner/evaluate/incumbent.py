@@ -93,11 +93,16 @@ class Incumbent:
         return (not fits, evaluation.seconds if fits else evaluation.fullness)
 
     def admit(self, other: "Incumbent") -> None:
-        """Takes over what another search of the same problem tried."""
-        self.tried.update(other.tried)
-        self.fitting.update(other.fitting)
-        if other.closest is not None and (self.closest is None or other.closest.fullness < self.closest.fullness):
-            self.closest = other.closest
+        """Takes over what another search of the same problem tried, of one under other constraints what keeps to these."""
+
+        def is_allowed(own: Evaluation | None) -> bool:
+            return own is None or self.evaluator.is_allowed(own.candidate, own.plan)
+
+        self.tried.update({candidate: own for candidate, own in other.tried.items() if is_allowed(own)})
+        self.fitting.update({candidate: own for candidate, own in other.fitting.items() if is_allowed(own)})
+        closest = other.closest if is_allowed(other.closest) else None
+        if closest is not None and (self.closest is None or closest.fullness < self.closest.fullness):
+            self.closest = closest
 
     @property
     def estimate_error_percent(self) -> float:

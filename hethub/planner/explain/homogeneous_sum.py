@@ -45,15 +45,16 @@ _Part = tuple[DeviceType, Problem]  # one device type of the whole problem, and 
 
 
 def _parts(problem: Problem) -> list[_Part] | None:
-    """Every device type with its part of the batch; None where one's is no sample."""
+    """Every device type with its part of the batch; None where one's is no sample, or its machines are
+    too small for the degree given."""
     costs = UnitCosts(problem)
     weights = [device_type.size * costs.layer_rate(index) for index, device_type in enumerate(problem.device_types)]
     found = []
     for index, (device_type, weight) in enumerate(zip(problem.device_types, weights, strict=True)):
         samples = divisible(problem.batch.global_batch * weight / sum(weights))
-        if not samples:
-            return None
         alone = problem.of_device_types([index])
+        if not samples or not alone.usable:
+            return None
         own = alone.on(alone.cluster, problem.batch._replace(global_batch=samples))
         found.append((device_type, own))
     return found

@@ -18,8 +18,7 @@ from hethub.spec.plan import ScheduleName
 
 _USUAL_NEEDS = "every accelerator needs a layer and a sample"
 _NEEDS: dict[ScheduleName | None, str] = {
-    "interleaved": "two stages or more need two layers or more each, a chunk of their own, and where accelerators are unlike "
-    "the best cuts gave the slow ones fewer",
+    "interleaved": "every stage needs two layers or more, a chunk each, and every accelerator a sample",
     "ministages": "a stage needs four layers or more, a chunk each, and every accelerator a sample",
 }
 TRIED = 12  # cuts of a changed question that are evaluated
@@ -105,7 +104,7 @@ def verified(problem: Problem) -> list[Change]:
 def _fits(change: Change) -> bool:
     """Whether a plan is found among the thriftiest cuts, in any mode, also without the device types of least memory."""
     problem, incumbent = change.problem, Incumbent(change.problem)
-    costs, every = incumbent.costs, range(len(change.problem.device_types))
+    costs, every = incumbent.costs, problem.usable
     for used in (every, *islice(fewer_device_types(incumbent), len(every) - 1)):
         few = thriftiest(problem, tabulate(problem, costs.unit_costs, used))
         found = modes.propose(problem, costs, best_cuts(problem, few, TRIED).cuts)

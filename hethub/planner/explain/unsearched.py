@@ -30,7 +30,7 @@ NOT_SEARCHED = (
     Unsearched(
         "ranks.unused",
         "plans that leave accelerators unused, except the slowest device types (where nothing fits, the smallest), one maker or "
-        "region or all but one, and all but 1, 2, 4, … machines of one device type",
+        "region or all but one, all but 1, 2, 4, … machines of one device type, and where nothing else fits all but some of the fastest",
     ),
     Unsearched(
         "stages.scattered",

@@ -81,7 +81,7 @@ class DeviceTypeLayouts:
         """By number of stages."""
         problem, given = self.problem, self.problem.constraints
         found: dict[int, list[StageLayout]] = {}
-        for tp in [given.tp] if given.tp else problem.degrees_of(self.device_type):
+        for tp in problem.degrees_of(self.device_type):
             units = problem.units(self.device_type, tp)
             if any(unit.tp != tp for unit in units):
                 continue

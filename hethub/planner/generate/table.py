@@ -33,11 +33,8 @@ def orders(problem: Problem, used: Collection[int]) -> list[tuple[int, ...]]:
 def degrees_by_device_type(problem: Problem, used: Collection[int]) -> list[list[int]]:
     """The TP degrees to choose from for each device type, powers of two that its machines can hold; for one that is not used
     0."""
-    fixed = problem.constraints.tp
-    return [
-        [0] if device_type not in used else [fixed] if fixed else problem.degrees_of(device_type)
-        for device_type in range(len(problem.device_types))
-    ]
+    every = range(len(problem.device_types))
+    return [problem.degrees_of(device_type) if device_type in used else [0] for device_type in every]
 
 
 def degree_choices(own: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -123,9 +120,9 @@ _ARRAYS = ("device_types", "counts", *_FIGURES, "bound", "through")
 
 
 def tabulate(problem: Problem, costs: UnitCosts, used: Collection[int] | None = None) -> Table:
-    """The table of all combinations that the problem's constraints allow, of the device types used: of all where none are
-    named."""
-    used = range(len(problem.device_types)) if used is None else used
+    """The table of all combinations that the problem's constraints allow, of the device types used: of all that can be where
+    none are named."""
+    used = problem.usable if used is None else used
     settings, records = tuple(product(micro_batch_choices(problem, used), problem.recomputes)), _Records(problem, costs)
     degrees_of = degrees_by_device_type(problem, used)
     sorts = [

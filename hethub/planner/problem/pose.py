@@ -2,7 +2,6 @@
 pairs."""
 
 from collections.abc import Iterator
-from itertools import chain
 
 from hethub.planner.problem.problem import Batch, Problem, collapse
 from hethub.predictor.cost.profile import ProfileSpec
@@ -92,29 +91,20 @@ def _of_degrees(problem: Problem) -> Iterator[Contradiction]:
             f"tp: {given.tp}",
             f"the degrees that the heads of '{problem.model.name}' and the machines allow ({listed})",
         )
-    for machine in _machines(problem):
-        if len(machine) % (given.tp or 1):
-            node = problem.cluster.places[machine[0]].node.name
-            yield (f"tp: {given.tp}", f"the {len(machine)} accelerators of node '{node}'")
     if given.pp and given.pp > problem.model.layers:
         yield (f"pp: {given.pp}", f"the {problem.model.layers} layers of model '{problem.model.name}'")
-    if given.pp and given.pp > problem.size:
-        yield (f"pp: {given.pp}", _all_of(problem))
     if given.dp and given.dp > batch:
         yield (f"dp: {given.dp}", f"global_batch {batch}: every replica needs a sample")
 
 
 def _of_products(problem: Problem) -> Iterator[Contradiction]:
-    """Degrees together against the accelerators: given ones leave none unused."""
-    given, size = problem.constraints, problem.size
-    if given.tp and given.pp and given.dp and given.tp * given.pp * given.dp != size:
-        yield (f"tp: {given.tp} with pp: {given.pp} and dp: {given.dp}", _all_of(problem))
-    if given.pp and given.dp and given.pp * given.dp > size:
-        yield (f"pp: {given.pp} with dp: {given.dp}", _all_of(problem))
-    if given.tp and given.pp and given.tp * given.pp > size:
-        yield (f"tp: {given.tp} with pp: {given.pp}", _all_of(problem))
-    if given.tp and given.dp and size % (given.tp * given.dp):
-        yield (f"tp: {given.tp} with dp: {given.dp}", _all_of(problem))
+    """Degrees together against the accelerators."""
+    given = problem.constraints
+    replicas = sum(len(problem.units(device_type, given.tp or 1)) for device_type in problem.usable)
+    if (given.pp or 1) * (given.dp or 1) > replicas:
+        first, *others = [f"{key}: {value}" for key in ("tp", "pp", "dp") if (value := getattr(given, key))]
+        named = first + (f" with {' and '.join(others)}" if others else "")
+        yield (named, f"the {problem.size} accelerators of cluster '{problem.cluster.name}'")
 
 
 def _of_batches(problem: Problem) -> Iterator[Contradiction]:
@@ -125,56 +115,16 @@ def _of_batches(problem: Problem) -> Iterator[Contradiction]:
         yield (f"micro_batch: {given.micro_batch}", f"global_batch {batch}")
     if given.micro_batch and given.dp and given.dp * given.micro_batch > batch:
         yield (f"micro_batch: {given.micro_batch} with dp: {given.dp}", f"global_batch {batch}")
-    least = _least_replicas(problem)
-    if least * (given.micro_batch or 1) > batch:
-        fixed = [f"{key}: {value}" for key in ("tp", "pp", "micro_batch") if (value := getattr(given, key))]
-        among = f" with {' and '.join(fixed)}" if fixed else ""
-        yield (
-            f"the {problem.size} accelerators of cluster '{problem.cluster.name}'{among}",
-            f"global_batch {batch}: some stage has at least {least} replicas, of which each needs "
-            f"{given.micro_batch or 1} samples",
-        )
-
-
-def _least_replicas(problem: Problem) -> int:
-    """How many replicas the widest stage has at least: all accelerators in replicas as wide and stages as many as
-    allowed."""
-    given = problem.constraints
-    units = 0
-    for machine in _machines(problem):
-        widest = given.tp or max(degree for degree in problem.degrees if degree <= len(machine))
-        units += -(-len(machine) // widest)
-    return -(-units // (given.pp or problem.model.layers))
 
 
 def _of_modes(problem: Problem) -> Iterator[Contradiction]:
-    """Schedule, recompute and ZeRO, and which device types may not meet."""
-    given, islands = problem.constraints, len(problem.cluster.islands)
+    """Schedule and recompute."""
+    given = problem.constraints
     if given.schedule == "zero_bubble" and given.recompute == "full":
         yield ("schedule: zero_bubble", "recompute: full, which leaves no weights' gradients to put off")
-    if given.schedule == "interleaved":
-        interleaved = "schedule: interleaved (two stages or more of two chunks of layers or more each)"
-        if given.pp == 1:
-            yield (interleaved, "pp: 1")
-        if problem.size == 1:
-            yield (interleaved, f"the only accelerator of cluster '{problem.cluster.name}'")
-        if problem.model.layers < 4:
-            yield (interleaved, f"the {problem.model.layers} layers of '{problem.model.name}'")
-    if given.zero == 0 and given.pp and given.pp < islands:
+    if given.schedule == "interleaved" and problem.model.layers < 2 * (given.pp or 1):
+        stages = f" with pp: {given.pp}" if given.pp else ""
         yield (
-            f"zero: 0 with pp: {given.pp}",
-            f"the {islands} islands of cluster '{problem.cluster.name}': a stage over several needs zero: 1",
+            f"schedule: interleaved{stages} (two chunks of layers or more in every stage)",
+            f"the {problem.model.layers} layers of '{problem.model.name}'",
         )
-    if given.pp == 1 and problem.forbidden:
-        yield ("pp: 1", "forbid, two of whose accelerators would share the only stage")
-
-
-def _machines(problem: Problem) -> Iterator[tuple[int, ...]]:
-    return chain.from_iterable(device_type.machines for device_type in problem.device_types)
-
-
-def _all_of(problem: Problem) -> str:
-    return (
-        f"the {problem.size} accelerators of cluster '{problem.cluster.name}', all of which given degrees have to use: "
-        "to leave some unused, take their nodes out of the cluster"
-    )

@@ -115,8 +115,17 @@ class Problem:
         widest = max(len(machine) for device_type in self.device_types for machine in device_type.machines)
         return tuple(d for d in tp_degrees(self.model) if d <= widest)
 
+    @cached_property
+    def usable(self) -> tuple[int, ...]:
+        """The device types some machine of which can hold a replica of the degree given."""
+        least = self.constraints.tp or 1
+        every = enumerate(self.device_types)
+        return tuple(k for k, own in every if any(len(machine) >= least for machine in own.machines))
+
     def degrees_of(self, device_type: int) -> list[int]:
-        """The powers of two among the degrees that a machine of the device type can hold."""
+        """The degree given, or the powers of two among the degrees that a machine of the device type can hold."""
+        if self.constraints.tp:
+            return [self.constraints.tp]
         widest = max(map(len, self.device_types[device_type].machines))
         return [d for d in self.degrees if d <= widest and d & (d - 1) == 0]
 
@@ -214,12 +223,14 @@ class Problem:
     @memoized
     def units(self, device_type: int, tp: int) -> tuple[Unit, ...]:
         """The device type's ranks as tensor-parallel groups of `tp` inside machines; what `tp` leaves over of a machine forms
-        the largest groups that the heads allow."""
+        the largest groups that the heads allow, or is left unused where the degree is given."""
         found = []
         for machine in self.device_types[device_type].machines:
             start = 0
             while start < len(machine):
                 size = max(d for d in self.degrees if d <= min(tp, len(machine) - start))
+                if size < (self.constraints.tp or 1):
+                    break
                 found.append(Unit(device_type, machine[start : start + size]))
                 start += size
         return tuple(found)

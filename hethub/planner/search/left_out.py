@@ -31,6 +31,9 @@ def parts(incumbent: Incumbent) -> Iterator[Part]:
             yield Part(problem, used, incumbent.best_seconds)
     for used in alone:
         yield Part(problem, used, middle())
+    for few in _first_units(incumbent) if not incumbent.fitting else ():
+        if not incumbent.fitting:
+            yield Part(*few, middle())
     if incumbent.fitting:
         yield from (Part(*some, middle()) for some in _fewer_machines(problem))
 
@@ -50,7 +53,7 @@ def fewer_device_types(incumbent: Incumbent) -> Iterator[list[int]]:
     """All but the device types with the least memory, one after the other, as long as no plan is known that fits; then
     without the slowest, the next slowest too, and so on."""
     device_types = incumbent.problem.device_types
-    used = sorted(range(len(device_types)), key=lambda own: device_types[own].memory_bytes)
+    used = sorted(incumbent.problem.usable, key=lambda own: device_types[own].memory_bytes)
     while not incumbent.fitting and len(used) > 1:
         used = used[1:]
         yield used
@@ -64,10 +67,32 @@ def _gbps(problem: Problem, device_type: int) -> float:
     return float("inf") if gbps is None else gbps
 
 
+def _first_units(incumbent: Incumbent) -> Iterator[tuple[Problem, list[int]]]:
+    """The question with no more accelerators than may all have a layer and a sample, and their types: as many replicas as the
+    degrees given ask for times 1, 2, 4, …, the most and fastest first."""
+    problem, given = incumbent.problem, incumbent.problem.constraints
+    fastest = sorted(problem.usable, key=incumbent.costs.unit_costs.layer_rate, reverse=True)
+    units = [unit for device_type in fastest for unit in problem.units(device_type, given.tp or 1)]
+    least = (given.pp or 1) * (given.dp or 1)
+    for power in reversed(range((len(units) // least).bit_length())):
+        first = units[: least << power]
+        ranks, used = {rank for unit in first for rank in unit.ranks}, {unit.device_type for unit in first}
+        device_types = [
+            replace(
+                own, machines=tuple(filter(None, (tuple(filter(ranks.__contains__, each)) for each in own.machines)))
+            )
+            if device_type in used
+            else own
+            for device_type, own in enumerate(problem.device_types)
+        ]
+        yield replace(problem, device_types=tuple(device_types)), sorted(used)
+
+
 def _fewer_machines(problem: Problem) -> Iterator[tuple[Problem, list[int]]]:
     """The question with 1, 2, 4, … machines of a device type, and that type: behind slow interfaces the others may cost more
     than they add."""
-    for number, device_type in enumerate(problem.device_types):
+    for number in problem.usable:
+        device_type = problem.device_types[number]
         others = problem.device_types[:number], problem.device_types[number + 1 :]
         for few in (1 << power for power in range((len(device_type.machines) - 1).bit_length())):
             part = replace(device_type, machines=device_type.machines[:few])
@@ -78,8 +103,9 @@ def _behind_one_link(problem: Problem) -> list[list[int]]:
     """The device types of each maker and of each region, which the slowest links part from the others, all others, and each
     device type, whose machines alone may have a fast network."""
     regions, groups = problem.cluster.links.regions, defaultdict[tuple[str, str], list[int]](list)
-    every = range(len(problem.device_types))
-    for number, device_type in enumerate(problem.device_types):
+    every = problem.usable
+    for number in every:
+        device_type = problem.device_types[number]
         groups["maker", device_type.island].append(number)
         if regions:
             node = problem.cluster.places[device_type.ranks[0]].node

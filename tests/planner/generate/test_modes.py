@@ -7,12 +7,25 @@ from hethub.planner.generate.modes import patterns
 from tests.planner.problems import mixed
 
 ALONE = ReplicaGroup(0, 1, 1, 1)
+INTERLEAVED: dict[str, object] = {"schedule": "interleaved"}
 
 
 @pytest.mark.parametrize(
-    ("layers", "chunks"), [((20, 20), {2, 4, 5, 10, 20}), ((12, 8), {2, 4}), ((5, 7), {2, 4}), ((1, 3), set())]
+    ("layers", "chunks"),
+    [((20, 20), {2, 4, 5, 10, 20}), ((12, 8), {2, 4}), ((5, 7), {2, 4}), ((1, 3), set())],
 )
 def test_interleaved_chunks_are_even_where_they_can_be(layers: tuple[int, int], chunks: set[int]) -> None:
     """A published recipe of five chunks of four layers was faster than what powers of two had."""
     candidate = Candidate(tuple(CandidateStage(own, (ALONE,)) for own in layers))
     assert {own.chunks for own in patterns(mixed(), candidate) if own.schedule == "interleaved"} == chunks
+
+
+@pytest.mark.parametrize(
+    ("replicas", "given", "chunks"), [(2, {}, {2, 3, 6}), (1, {}, set()), (1, INTERLEAVED, {2, 3, 6})]
+)
+def test_one_stage_is_interleaved_where_replicas_sum_gradients(
+    replicas: int, given: dict[str, object], chunks: set[int]
+) -> None:
+    """Of one replica it is 1F1B with more to keep."""
+    candidate = Candidate((CandidateStage(6, (ALONE._replace(number=replicas),)),))
+    assert {own.chunks for own in patterns(mixed(**given), candidate) if own.schedule == "interleaved"} == chunks

@@ -6,6 +6,7 @@ from hethub.planner import plan
 from hethub.planner.result import PlanResult
 from hethub.predictor import predict
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 from tests.planner.problems import MIXED, TINY, cluster
@@ -54,6 +55,40 @@ def test_what_has_no_room_for_anything_is_left_unused(small: int) -> None:
 
 def test_what_helps_is_used():
     assert plan(TINY, MIXED, (48, 64, "fp32"), with_bounds=False).plan.unused == ()
+
+
+UNEVEN = cluster(("amd", 3, 0.05, 4.0), ("nvidia", 2, 0.1, 4.0), ("amd", 1, 0.1, 4.0))
+SINGLES = cluster(*[("nvidia", 1, 0.1, 4.0)] * 3, *[("amd", 1, 0.05, 4.0)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("whole", "batch", "given", "most"),
+    [
+        (SINGLES, 1, {"pp": 1}, 1),
+        (SINGLES, 1, {"pp": 4}, 4),
+        (SINGLES, 3, {"pp": 1}, 3),
+        (cluster(("nvidia", 4, 0.1, 4.0)), 1, {"pp": 1, "tp": 1}, 1),
+        (cluster(("nvidia", 4, 0.1, 4.0)), 2, {"micro_batch": 2, "pp": 1}, 4),
+        (cluster(("nvidia", 4, 0.1, 4.0)), 8, {"pp": 3, "dp": 1}, 3),
+        (MIXED, 16, {"tp": 1, "pp": 1, "micro_batch": 8}, 2),
+        (MIXED, 16, {"forbid": [("amd", "nvidia")], "pp": 1}, 2),
+        (MIXED, 16, {"zero": 0, "pp": 1}, 2),
+        (UNEVEN, 16, {"tp": 2}, 4),
+        (UNEVEN, 16, {"tp": 2, "pp": 1, "dp": 1}, 2),
+    ],
+)
+def test_what_a_part_can_do_is_not_refused(whole, batch, given, most):
+    """Some was refused as too few samples or layers for all accelerators, some as a degree that leaves a node a rest."""
+    found = plan(TINY, whole, (batch, 64, "fp32"), ConstraintsSpec.model_validate(given), with_bounds=False).plan
+    assert 1 <= whole.size - len(found.unused) <= most
+
+
+def test_many_accelerators_with_hardly_a_layer_and_a_sample_each_have_a_plan():
+    """24 of which one stage of one replica can take four, and of unlike types."""
+    whole = cluster(("nvidia", 8, 0.1, 4.0), ("amd", 8, 0.05, 4.0), ("nvidia", 8, 0.2, 4.0))
+    found = plan(TINY.replace(layers=1), whole, (2, 64, "fp32"), with_bounds=False).plan
+    assert 1 <= whole.size - len(found.unused) <= 8
+    assert plan(TINY, whole, (2, 64, "fp32"), ConstraintsSpec(tp=1), with_bounds=False).plan.unused
 
 
 @pytest.mark.parametrize("parts", ["makers", "regions"])
