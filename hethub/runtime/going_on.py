@@ -110,7 +110,7 @@ def _may_be_same(before: str, now: str) -> bool:
     """Whether two whole paths may be of one file: one that is not here any more has moved with its machine, and only its
     name can tell."""
     old, new = Path(before.removeprefix("hf:")), Path(now.removeprefix("hf:"))
-    return before == now or (not old.exists() and old.name == new.name)
+    return old.resolve() == new.resolve() or (not old.exists() and old.name == new.name)
 
 
 def check_unchanged(folder: RunFolder, job: Job, *, accepted: bool) -> list[str]:

@@ -341,7 +341,9 @@ def _make_whole(job: Job, data: dict[str, Any]) -> None:
         if source.get("path") is not None:
             source["path"] = _whole(job, source["path"])
     if data["tokenizer"] != "bytes":
-        data["tokenizer"] = _whole(job, data["tokenizer"])
+        # Of a link the place: what belongs to the tokenizer lies beside it, in Hugging Face's cache for one.
+        beside, name = os.path.split(data["tokenizer"])
+        data["tokenizer"] = str(Path(_whole(job, beside), name))
 
 
 def _whole(job: Job, path: str) -> str:

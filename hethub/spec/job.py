@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, WithJsonSchema, field_validator, model_serializer, model_validator
 
 from hethub.spec.accelerator import Positive, Precision
-from hethub.spec.base import Spec, build
+from hethub.spec.base import Spec, build, describe
 from hethub.spec.cluster import ClusterSpec, NonNegative, load_cluster
 from hethub.spec.documents import Source, read_yaml, set_key
 from hethub.spec.errors import BadInput, BrokenRule, suggest
@@ -118,7 +118,7 @@ class EvalSpec(Spec):
 
     every_steps: Count = 100  # and behind the last step
     batches: Count = 8  # global batches that an evaluation takes
-    data: DataSpec  # held-out samples; its tokenizer and bos are the job's
+    data: DataSpec  # held-out samples; tokenizer, bos and document_mask are the job's
 
 
 class TrainSpec(Spec):
@@ -348,14 +348,14 @@ def _with_tokenizers(spec: JobSpec, base: Path, source: Source) -> JobSpec:
     if "tokenizer" not in data.model_fields_set and has_own:
         data = data.replace(tokenizer=f"{folder}/{TOKENIZER}")
     if (evaluation := spec.eval) is not None:
-        for key in ("tokenizer", "bos"):
-            own, given = getattr(data, key), getattr(evaluation.data, key)
-            if key in evaluation.data.model_fields_set and given != own:
+        shared = {key: getattr(data, key) for key in ("tokenizer", "bos", "document_mask")}
+        for key, own in shared.items():
+            if key in evaluation.data.model_fields_set and (given := getattr(evaluation.data, key)) != own:
                 raise BadInput(
-                    f"{source.at(('eval', 'data', key))} is {given}, but the model is trained on tokens made "
-                    f"with data.{key} {own}; leave it out."
+                    f"{source.at(('eval', 'data', key))} is {describe(given)}, but the model is trained with "
+                    f"data.{key} {describe(own)}, and is evaluated likewise; leave it out."
                 )
-        evaluation = evaluation.replace(data=evaluation.data.replace(tokenizer=data.tokenizer, bos=data.bos))
+        evaluation = evaluation.replace(data=evaluation.data.replace(**shared))
     return spec.replace(data=data, eval=evaluation) if (data, evaluation) != (spec.data, spec.eval) else spec
 
 

@@ -8,8 +8,9 @@ from functools import partial
 
 import pytest
 
+from hethub.runtime.data.tokenise import tokenise
 from hethub.runtime.loop.trainer import Trainer
-from tests.support.command import needs_mpirun, ranks, start_mpirun
+from tests.support.command import Running, needs_mpirun, ranks, start_mpirun
 from tests.support.job_files import write_job
 
 
@@ -32,6 +33,32 @@ def test_a_rank_killed_at_step_3_is_named_by_all_others(tmp_path):
     assert all("rank 2 is gone" in paragraph for paragraph in ended.paragraphs)
     assert "Traceback" not in ended.stderr
     assert "terminate called" not in ended.stderr  # an interpreter finalised under threads in native calls
+
+
+CUT_WHILE_MAPPED = """
+import os
+import sys
+from pathlib import Path
+import hethub.cli
+from hethub.runtime.data.token_file import read_token_file
+
+def train():
+    _, tokens = read_token_file(Path("a.bin"))
+    os.truncate("a.bin", 4096)
+    return int(tokens.sum())
+
+hethub.cli.run = train
+sys.exit(hethub.cli.main())
+"""
+
+
+def test_a_token_file_that_is_cut_while_it_is_read_ends_with_a_word(tmp_path):
+    """All ranks died at once, so nobody was left to name one, and `mpirun --continuous` ended with 0."""
+    (tmp_path / "a.txt").write_text("text" * 5000)
+    tokenise([tmp_path / "a.txt"], "bytes", tmp_path / "a.bin", progress=False)
+    ended = Running([sys.executable, "-P", "-c", CUT_WHILE_MAPPED], tmp_path, {}).end()
+    assert ended.exit_code == -signal.SIGBUS
+    assert "Fatal Python error: Bus error" in ended.stderr
 
 
 SPEAK_IN_TURN = """

@@ -240,6 +240,19 @@ def test_resume_auto_knows_another_model_or_text_of_the_same_name(job, tmp_path,
     assert newest_run(load_job(elsewhere)) == run  # they were moved
 
 
+def test_resume_auto_knows_a_tokenizer_by_its_link_and_by_what_that_names(job, tmp_path, monkeypatch):
+    """Run folders of earlier versions name what the link led to."""
+    monkeypatch.chdir(tmp_path)
+    (job.parent / "blob").touch()
+    (job.parent / "tokenizer.json").symlink_to("blob")
+    linked = "data.tokenizer=tokenizer.json"
+    before = begun(job, "job-20260101-120000", "data.tokenizer=blob")
+    assert newest_run(load_job(job, [linked])) == before
+    now = begun(job, "job-20260101-120001", linked)
+    assert newest_run(load_job(job, [linked])) == now
+    assert f"{job.parent / 'tokenizer.json'}" in (now / "job.yaml").read_text()
+
+
 def test_some_checkpoints_stay_for_good_and_links_are_left_alone(job, tmp_path):
     kept = tmp_path / "elsewhere"
     kept.mkdir()

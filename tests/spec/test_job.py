@@ -84,6 +84,21 @@ def test_a_mapping_that_a_file_leaves_empty_can_be_filled(folder: Path) -> None:
     assert job.spec.eval.every_steps == 5
 
 
+@pytest.mark.parametrize(("key", "own"), [("tokenizer", "t.json"), ("bos", False), ("document_mask", True)])
+def test_a_model_is_evaluated_as_it_is_trained(folder: Path, key: str, own: Any) -> None:
+    """`eval.data.document_mask` was read and had no effect."""
+    held_out = {"source": "text", "path": "held-out.txt"}
+    job = load_job(write_job(folder, data={key: own}, eval={"data": held_out}))
+    assert job.spec.eval is not None
+    assert getattr(job.spec.eval.data, key) == own
+    load_job(write_job(folder, data={key: own}, eval={"data": {**held_out, key: own}}))
+    other = load_job(write_job(folder)).spec.data.to_dict()[key]
+    with pytest.raises(
+        BadInput, match=rf"eval\.data\.{key} is .*, but the model is trained with data\.{key} .*; leave it out"
+    ):
+        load_job(write_job(folder, data={key: own}, eval={"data": {**held_out, key: other}}))
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

@@ -14,6 +14,7 @@ _RULE = (
     "Every line of a chat file is one object with a list of messages under the key `{key}`, each with a `role` and a "
     "`content`, both strings."
 )
+_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]  # that templates may name
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 
@@ -40,7 +41,7 @@ class ChatTemplate:
                 f"`chat_template` in {CONFIG}. Put one there, or name the tokenizer.json of a model that chats."
             )
         self._name = str(folder / TEMPLATE)
-        self.tokens = {key: special_token(config, key) for key in ("bos_token", "eos_token")}
+        self.tokens = {key: token for key in _TOKENS if (token := special_token(config, key))}
         self._template = self._compiled()
 
     def _compiled(self) -> Any:
@@ -80,7 +81,9 @@ class ChatTemplate:
     def render(self, messages: Sequence[Any], place: str, *, prompts: bool = False) -> str:
         """The conversation as text; it `prompts` the assistant's next turn. Raises BadInput."""
         try:
-            text: str = self._template.render(messages=messages, add_generation_prompt=prompts, **self.tokens)
+            # As transformers: Mistral's templates list the tools unless they are none.
+            given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": prompts}
+            text: str = self._template.render(**given, **self.tokens)
         except Exception as error:  # noqa: BLE001  a template is a program: it may fail in any way on what it is given
             raise BadInput(
                 f"{place}: the chat template {self._name} cannot render this conversation ({error})."

@@ -5,7 +5,7 @@ import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn
 
 from hethub.spec.base import describe
 from hethub.spec.documents import parse_json
@@ -15,6 +15,13 @@ PIECE_BYTES = 2**20  # larger text files are read, and tokenised, in pieces of w
 STDLIB_BYTES = 8 * 2**20  # python-stdlib stops before this much, so that a demo starts at once
 
 _LINE_RULE = "Every line of a jsonl file is one object with a string under the key `{key}`."
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+}
 # Tests, other people's packages, and code tables, which are no text to learn from.
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
@@ -42,10 +49,11 @@ def list_files(path: Path, suffix: str = "") -> list[Path]:
             f"{path}: there is no such file or folder of text. A job's data.path is relative to the job file."
         )
     relative = [file.relative_to(path) for file in _files_below(path) if file.name.endswith(suffix)]
-    visible = [name for name in relative if not any(part.startswith(".") for part in name.parts)]
-    if not visible:
-        raise BadInput(f"{path}: the folder holds no {suffix or 'visible'} files; name a folder with text in it.")
-    return [path / name for name in sorted(visible, key=Path.as_posix)]
+    if not relative:
+        raise BadInput(
+            f"{path}: the folder holds no {suffix or 'visible'} files; name a folder with unpacked text in it."
+        )
+    return [path / name for name in sorted(relative, key=Path.as_posix)]
 
 
 def check_regular(path: Path) -> None:
@@ -59,11 +67,34 @@ def check_regular(path: Path) -> None:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Every file below the folder, through links to folders too, but not through one to a folder that holds it."""
-    for here, folders, files in os.walk(folder, followlinks=True):
+    """Every visible file below the folder, through links to folders too, but not through one to a folder that holds it.
+
+    Raises BadInput where one cannot be reached: training would go on without it and never say so.
+    """
+    for here, folders, files in os.walk(folder, followlinks=True, onerror=_refuse_closed):
         above = Path(here).resolve()
-        folders[:] = [name for name in folders if not above.is_relative_to(Path(here, name).resolve())]
-        yield from (path for name in files if (path := Path(here, name)).is_file())
+        folders[:] = [
+            name for name in folders if _is_visible(name) and not above.is_relative_to(Path(here, name).resolve())
+        ]
+        for path in (Path(here, name) for name in files if _is_visible(name)):
+            if path.is_file():
+                yield path
+            elif path.is_symlink() and not path.exists():
+                raise BadInput(
+                    f"{path}: the link leads nowhere, so the text behind it would be missing. Mount or mend what it names "
+                    f"({path.readlink()}), or remove the link."
+                )
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".") and name != "lost+found"  # of a file system's top, closed to all but root
+
+
+def _refuse_closed(error: OSError) -> NoReturn:
+    raise BadInput(
+        f"{error.filename}: the folder cannot be read ({error.strerror}), so the text in it would be missing. Allow this user to "
+        "read it, or take it out of data.path."
+    )
 
 
 def pieces(files: Iterable[Path], kind: Literal["text", "jsonl"], key: str = "text") -> Iterator[Piece]:
@@ -108,13 +139,23 @@ def _modules(folder: Path) -> Iterator[Path]:
 
 def _text_pieces(path: Path) -> Iterator[Piece]:
     position = 0
-    with path.open("rb") as file:
+    with _opened(path) as file:
         block = b"".join(file.readlines(PIECE_BYTES))
         while block:
             following = b"".join(file.readlines(PIECE_BYTES))
             yield Piece(_decode(block, path, position), not following, len(block))
             position += len(block)
             block = following
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The file, whose text is to be read. Raises BadInput where it is compressed."""
+    file = path.open("rb")
+    start = file.peek(6)
+    if found := next((how for magic, how in _COMPRESSED.items() if start.startswith(magic)), None):
+        file.close()
+        raise BadInput(f"{path}: is compressed by {found}, and text is read as it is. Unpack the file.")
+    return file
 
 
 def _decode(block: bytes, path: Path, position: int) -> str:
@@ -145,7 +186,7 @@ def records(path: Path, key: str, rule: str) -> Iterator[tuple[str, int, Any]]:
     `rule` says what a line must be, `{key}` in it being the key.
     """
     rule = rule.format(key=key)
-    with path.open("rb") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue

@@ -73,22 +73,29 @@ def _file_pieces(arrow: Any, path: Path, kind: str, column: str) -> Iterator[Pie
             num_rows = file.metadata.num_rows
             _check(arrow, file.schema_arrow, column, path)
             for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
-                for text in batch.column(0).to_pylist():
+                for value in batch.column(0):
                     row += 1
-                    yield from _piece(text, row, size * row // num_rows - size * (row - 1) // num_rows, path, column)
+                    yield from _piece(value, row, size * row // num_rows - size * (row - 1) // num_rows, path, column)
         return
     with arrow.memory_map(str(path)) as source, arrow.ipc.open_stream(source) as stream:
         _check(arrow, stream.schema, column, path)
         before = 0
         for batch in stream:
             position, count = source.tell(), len(batch)
-            for text in batch.column(stream.schema.get_field_index(column)).to_pylist():
+            for value in batch.column(stream.schema.get_field_index(column)):
                 row += 1
-                yield from _piece(text, row, (position - before) // count, path, column)
+                yield from _piece(value, row, (position - before) // count, path, column)
             before = position
 
 
-def _piece(text: str | None, row: int, num_bytes: int, path: Path, column: str) -> Iterator[Piece]:
+def _piece(value: Any, row: int, num_bytes: int, path: Path, column: str) -> Iterator[Piece]:
+    try:
+        text: str | None = value.as_py()
+    except UnicodeDecodeError as error:  # whoever wrote the file called bytes text
+        raise BadInput(
+            f"{path}, row {row}: `{column}` is no UTF-8 text ({error.reason} at byte {error.start}). Write the file again with text "
+            "decoded, or without the row."
+        ) from None
     if text and not is_utf8(text):
         raise BadInput(f"{path}, row {row}: `{column}` holds half a surrogate pair, which is no character.")
     if text:

@@ -228,7 +228,9 @@ def _write_weights(
     for shard in _shards(_checked(tensors, model), dtype, max_shard_bytes):
         total_bytes += sum(tensor.nbytes for tensor in shard.values())
         shards.append(list(shard))
-        save_file(shard, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        file = folder / f"{len(shards)}.safetensors"
+        save_file(shard, file, metadata={"format": "pt"})
+        shutil.copymode(folder / "config.json", file)  # safetensors 0.8 lets nobody else read what it writes
     if len(shards) == 1:
         (folder / "1.safetensors").rename(folder / SINGLE_FILE)
         return

@@ -112,6 +112,23 @@ def test_what_transformers_adds_to_jinja_is_there(tmp_path: Path) -> None:
     assert ChatTemplate("tokenizer.json", tmp_path).text == MARKED
 
 
+OF_MISTRAL = """{{ bos_token }}{% for m in messages %}{% if tools is not none and m.role == 'user' %}[AVAILABLE_TOOLS] [
+{%- for tool in tools %}{{ tool }}{% endfor %}][/AVAILABLE_TOOLS]{% endif %}{{ m.content }}{{ pad_token }}{{ documents is none }}
+{%- if sep_token is defined %}?{% endif %}{% endfor %}"""
+
+
+def test_a_template_finds_what_transformers_gives_it(tmp_path: Path) -> None:
+    """Templates as Mistral 7B v0.3's saw `tools` undefined, which is not none: every turn began with an empty list of them."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'hethub[test]'")
+    save_tokenizer(tmp_path, OF_MISTRAL)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "<|end|>"}))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    text = ChatTemplate("tokenizer.json", tmp_path).render(CHAT, "here")
+    assert text == theirs.apply_chat_template(CHAT, tokenize=False)
+    assert "TOOLS" not in text
+
+
 def test_a_conversation_is_one_document_whatever_ends_its_turns(tmp_path: Path) -> None:
     """Mistral's and Llama 2's templates end every turn of the assistant with the end of document."""
     save_tokenizer(tmp_path, TEMPLATE.replace("<|end|>", "{{ eos_token }}"))

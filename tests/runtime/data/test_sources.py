@@ -1,6 +1,7 @@
 """Sources and tokenizers: what becomes a document, and every way in which a file can be wrong."""
 
 import errno
+import gzip
 import hashlib
 import json
 import os
@@ -24,13 +25,14 @@ from hethub.runtime.data import sources as sources_module
 from hethub.runtime.data import tokenizer as tokenizer_module
 from hethub.runtime.data.fingerprint import fingerprint
 from hethub.runtime.data.opening import check_tokenizer, keep, text_sources
-from hethub.runtime.data.sources import stdlib_pieces
+from hethub.runtime.data.sources import list_files, stdlib_pieces
 from hethub.runtime.data.tokenise import tokenise
 from hethub.runtime.data.tokenizer import TokenBatch
 from hethub.spec.documents import unfinished_of
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import DataSpec
 from tests.support.command import HANG_SECONDS
+from tests.support.privileges import laid_down
 
 END = 256
 WORDS = {"[UNK]": 0, "a": 1, "b": 2, "c": 3}
@@ -329,6 +331,31 @@ def test_folders_are_read_through_links(tmp_path: Path) -> None:
     (tmp_path / "corpus" / "b.jsonl").write_text('{"text": "2"}\n')
     (tmp_path / "corpus" / "a").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "deep" / "back").symlink_to(tmp_path / "elsewhere")  # a link to a folder that holds it
-    (tmp_path / "corpus" / "gone").symlink_to(tmp_path / "nowhere")
     data = opened(tmp_path, source="jsonl", path="corpus")
     assert data.streams[0].tokens.tolist() == [ord("1"), END, ord("2"), END]
+
+
+def test_text_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
+    """A closed folder, or a link to what is not mounted, was left out without a word: a run learnt from the rest."""
+    corpus = tmp_path / "corpus"
+    (corpus / "closed").mkdir(parents=True)
+    for name in ("a.jsonl", "closed/b.jsonl"):
+        (corpus / name).write_text('{"text": "1"}\n')
+    for hidden in (".closed", "lost+found"):
+        (corpus / hidden).mkdir(mode=0)
+    (corpus / ".#lock").symlink_to(tmp_path / "nowhere")
+    assert len(list_files(corpus, ".jsonl")) == 2
+    (corpus / "closed").chmod(0)
+    with laid_down(), pytest.raises(BadInput, match=r"closed: the folder cannot be read \(Permission denied\)"):
+        list_files(corpus, ".jsonl")
+    (corpus / "closed").chmod(0o700)
+    (corpus / "shard").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(BadInput, match=r"shard: the link leads nowhere.*unmounted"):
+        list_files(corpus, ".jsonl")
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_a_compressed_file_is_called_so(tmp_path: Path, source: str) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    with pytest.raises(BadInput, match=r"a\.jsonl\.gz: is compressed by gzip.* Unpack"):
+        opened(tmp_path, source=source, path="a.jsonl.gz")

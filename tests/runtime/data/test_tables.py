@@ -79,6 +79,21 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         opened(tmp_path, source="parquet", path="empty")
 
 
+@pytest.mark.parametrize("kind", ["parquet", "hf"])
+def test_a_row_that_is_no_utf8_is_named(tmp_path: Path, kind: str) -> None:
+    """As of writers that call Latin-1 text; it ended in a traceback."""
+    given = arrow.array([b"one", b"caf\xe9", b"two"])
+    table = arrow.table({"text": arrow.StringArray.from_buffers(3, *given.buffers()[1:])})
+    if kind == "parquet":
+        parquet.write_table(table, tmp_path / "data")
+    else:
+        (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "data"}]}')
+        with arrow.ipc.new_stream(tmp_path / "data", table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(BadInput, match=r"data, row 2: `text` is no UTF-8 text .* at byte 3"):
+        opened(tmp_path, source=kind, path="data" if kind == "parquet" else ".")
+
+
 def test_a_folder_that_is_no_saved_dataset_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     with pytest.raises(BadInput, match=r"no folder as `datasets\.save_to_disk` writes it \(state\.json is missing\)"):

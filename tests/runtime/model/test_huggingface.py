@@ -186,6 +186,7 @@ def test_shards_keep_to_their_size(tmp_path: Path, folder: Path) -> None:
     assert len(shards) > 3
     assert shards[0].name == f"model-00001-of-{len(shards):05d}.safetensors"
     for shard in shards:
+        assert shard.stat().st_mode == (tmp_path / "ours" / "config.json").stat().st_mode  # whoever reads one reads all
         tensors = load_file(shard)
         assert sum(tensor.nbytes for tensor in tensors.values()) <= 12_000
         assert {name for name, file in index["weight_map"].items() if file == shard.name} == tensors.keys()
