@@ -249,17 +249,18 @@ class Problem:
 
 
 def collapse(cluster: ClusterSpec) -> tuple[DeviceType, ...]:
-    """The cluster's accelerators by device type, in order of first appearance."""
+    """The cluster's accelerators by device type, those on nodes with fast interfaces first, whatever the order of nodes in
+    the file."""
     regions = cluster.links.regions
-    found: dict[object, dict[int, list[Place]]] = {}
+    found: dict[tuple[object, ...], dict[int, list[Place]]] = {}
     for place in cluster.places:
         node = place.node
         region = regions.of_node[node.name] if regions else None
         rack = next((rack.name for rack in cluster.links.racks if node.name in rack.nodes), None)
-        interfaces = (node.nics, node.gbps_per_nic)
-        key = (node.device.name, place.island, node.accelerators, interfaces, node.reserved_memory_gb, region, rack)
+        gbps = float("inf") if node.gbps is None else node.gbps
+        key = (-gbps, node.nics, node.device.name, place.island, node.accelerators, node.reserved_memory_gb, region, rack)
         found.setdefault(key, {}).setdefault(place.machine, []).append(place)
-    return tuple(_device_type(machines) for machines in found.values())
+    return tuple(_device_type(found[key]) for key in sorted(found, key=lambda key: (key[0], repr(key))))
 
 
 def _device_type(machines: dict[int, list[Place]]) -> DeviceType:

@@ -130,6 +130,25 @@ def test_a_rung_is_beyond_those_that_move_less_of_everything() -> None:
     assert all(every[-1] == rung or every[-1].is_beyond(rung) for rung in every)
 
 
+@pytest.mark.parametrize("batch", [16, 48])
+def test_the_order_of_nodes_in_the_file_changes_nothing(batch: int) -> None:
+    """Like accelerators behind unlike interfaces follow each other along the pipeline; which comes first was the file's."""
+    nodes = [
+        {"name": "slow", "accelerator": "A100-SXM4-40GB", "accelerators": 1, "nics": 1, "gbps_per_nic": 10},
+        {"name": "other", "accelerator": "L40S", "accelerators": 2, "nics": 1, "gbps_per_nic": 25},
+        {"name": "fast", "accelerator": "A100-SXM4-40GB", "accelerators": 2, "nics": 2, "gbps_per_nic": 200},
+    ]
+    model = LLAMA_70B.replace(name="1b", layers=16, hidden=2048, heads=32, ffn=5632, vocab=32000)
+    orders = [ClusterSpec.model_validate({"name": "nodes", "nodes": some}) for some in (nodes, nodes[::-1])]
+    problems = [pose(model, cluster, Batch(batch, 2048, "bf16")) for cluster in orders]
+    names = [
+        [cluster.places[own.ranks[0]].node.name for own in problem.device_types]
+        for problem, cluster in zip(problems, orders, strict=True)
+    ]
+    assert names[0] == names[1] == ["fast", "other", "slow"]
+    assert answer(problems[0]).seconds == pytest.approx(answer(problems[1]).seconds, rel=1e-3)
+
+
 def test_what_other_modes_are_looked_at_takes_no_place_from_plain_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates of modes are off by something else, and their leaders had crowded out the plan that is best here."""
     nodes = [
