@@ -258,7 +258,16 @@ def collapse(cluster: ClusterSpec) -> tuple[DeviceType, ...]:
         region = regions.of_node[node.name] if regions else None
         rack = next((rack.name for rack in cluster.links.racks if node.name in rack.nodes), None)
         gbps = float("inf") if node.gbps is None else node.gbps
-        key = (-gbps, node.nics, node.device.name, place.island, node.accelerators, node.reserved_memory_gb, region, rack)
+        key = (
+            -gbps,
+            node.nics,
+            node.device.name,
+            place.island,
+            node.accelerators,
+            node.reserved_memory_gb,
+            region,
+            rack,
+        )
         found.setdefault(key, {}).setdefault(place.machine, []).append(place)
     return tuple(_device_type(found[key]) for key in sorted(found, key=lambda key: (key[0], repr(key))))
 
