@@ -252,24 +252,15 @@ def collapse(cluster: ClusterSpec) -> tuple[DeviceType, ...]:
     """The cluster's accelerators by device type, those on nodes with fast interfaces first, whatever the order of nodes in
     the file."""
     regions = cluster.links.regions
-    found: dict[tuple[object, ...], dict[int, list[Place]]] = {}
+    found: dict[tuple[float, str], dict[int, list[Place]]] = {}
     for place in cluster.places:
         node = place.node
         region = regions.of_node[node.name] if regions else None
         rack = next((rack.name for rack in cluster.links.racks if node.name in rack.nodes), None)
         gbps = float("inf") if node.gbps is None else node.gbps
-        key = (
-            -gbps,
-            node.nics,
-            node.device.name,
-            place.island,
-            node.accelerators,
-            node.reserved_memory_gb,
-            region,
-            rack,
-        )
-        found.setdefault(key, {}).setdefault(place.machine, []).append(place)
-    return tuple(_device_type(found[key]) for key in sorted(found, key=lambda key: (key[0], repr(key))))
+        others = (node.nics, node.device.name, place.island, node.accelerators, node.reserved_memory_gb, region, rack)
+        found.setdefault((-gbps, repr(others)), {}).setdefault(place.machine, []).append(place)
+    return tuple(_device_type(found[key]) for key in sorted(found))
 
 
 def _device_type(machines: dict[int, list[Place]]) -> DeviceType:
