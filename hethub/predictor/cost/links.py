@@ -265,8 +265,8 @@ class Network:
         if len(group.machines) == 1:
             return 1.0
         (machine, _), (island, _) = group.machines[0], group.islands[0]
-        together = Group(group.size, ((machine, group.size),), ((island, group.size),))
-        return min(1.0, self.reduce_scatter(together, num_bytes) / self.reduce_scatter(group, num_bytes))
+        one_machine = Group(group.size, ((machine, group.size),), ((island, group.size),))
+        return min(1.0, self.reduce_scatter(one_machine, num_bytes) / self.reduce_scatter(group, num_bytes))
 
     def _ring_seconds(self, group: Group) -> float:
         """The steps of an empty ring; all ranks take one at a time, so the longest way counts in each."""
