@@ -45,8 +45,8 @@ _Part = tuple[DeviceType, Problem]  # one device type of the whole problem, and 
 
 
 def _parts(problem: Problem) -> list[_Part] | None:
-    """Every device type with its part of the batch; None where one's is no sample, or its machines are
-    too small for the degree given."""
+    """Every device type with its part of the batch, in the file's order; None where one's is no sample, or its machines
+    are too small for the degree given."""
     costs = UnitCosts(problem)
     weights = [device_type.size * costs.layer_rate(index) for index, device_type in enumerate(problem.device_types)]
     found = []
@@ -57,7 +57,7 @@ def _parts(problem: Problem) -> list[_Part] | None:
             return None
         own = alone.on(alone.cluster, problem.batch._replace(global_batch=samples))
         found.append((device_type, own))
-    return found
+    return sorted(found, key=lambda part: part[0].ranks[0])
 
 
 def divisible(samples: float) -> int:
