@@ -47,9 +47,7 @@ def main() -> int:
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal's encoding has arrows
-    faulthandler.enable(
-        all_threads=False
-    )  # a token file cut under who maps it kills every rank at once, without a word
+    faulthandler.enable(all_threads=False)  # a token file cut under its readers kills every rank, without a word
     try:
         code = run()
         sys.stdout.flush()

@@ -57,14 +57,9 @@ def fewer_device_types(incumbent: Incumbent) -> Iterator[list[int]]:
     while not incumbent.fitting and len(used) > 1:
         used = used[1:]
         yield used
-    used.sort(key=lambda own: (incumbent.costs.unit_costs.layer_rate(own), _gbps(incumbent.problem, own)))
+    rate = incumbent.costs.unit_costs.layer_rate
+    used.sort(key=lambda own: (rate(own), -own))  # of equal ones those behind fast interfaces stand first
     yield from (used[first:] for first in range(1, len(used)))
-
-
-def _gbps(problem: Problem, device_type: int) -> float:
-    """Of a machine's interfaces; infinite where the file does not say."""
-    gbps = problem.cluster.places[problem.device_types[device_type].ranks[0]].node.gbps
-    return float("inf") if gbps is None else gbps
 
 
 def _first_units(incumbent: Incumbent) -> Iterator[tuple[Problem, list[int]]]:
