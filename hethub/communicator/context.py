@@ -141,7 +141,8 @@ class Context:
     ) -> torch_private.GlooGroup:
         """A Gloo group of its own for `members` (all of them ask for it at the same time)."""
         rank, size = members.index(self.rank), len(members)
-        return self._gloo_under(f"gloo/{name}", name, rank, size, timeout_seconds or self.timeout_seconds)
+        key = f"gloo/{meeting_place(name, members)}"
+        return self._gloo_under(key, name, rank, size, timeout_seconds or self.timeout_seconds)
 
     def _gloo_under(self, key: str, name: str, rank: int, size: int, timeout_seconds: float) -> torch_private.GlooGroup:
         """A Gloo group that meets under a key of the store, and that `abort` will reach."""
@@ -154,7 +155,7 @@ class Context:
     ) -> Any:
         """The island's own library for messages or the legs of a group: NCCL or RCCL on devices, Gloo where host tensors
         are staged."""
-        key, place = f"native/{name}/{island[0]}", island.index(rank)
+        key, place = f"native/{meeting_place(name, island)}", island.index(rank)
         if self.device.is_gpu:
             store = dist.PrefixStore(key, self.rendezvous.store)
             nccl = torch_private.create_nccl_group(
@@ -200,7 +201,7 @@ class Context:
             set().union(*(self.relays[member].names for member in members if member != self.rank)),
             has_devices=not self.device_ranks.isdisjoint(members),
         )
-        links = self.links(self._agree_on_number(name, rank, len(members)), members, label)
+        links = self.links(self._agree_on_number(name, members), members, label)
         return Bridge(links=links, islands=restrict(self.islands, members), rank=rank, size=len(members), tuning=tuning)
 
     def links(self, number: int, members: Sequence[int], label: str) -> Links:
@@ -209,13 +210,13 @@ class Context:
         near = frozenset(islands[island_index(islands, members.index(self.rank))])
         return Links(relays=self.relays, members=members, number=number, label=label, near=near, counters=self.counters)
 
-    def _agree_on_number(self, name: str, rank: int, size: int) -> int:
+    def _agree_on_number(self, name: str, members: Sequence[int]) -> int:
         """A number no other group of the world has, drawn by the group's first member."""
-        store = dist.PrefixStore(f"group-number/{name}", self.rendezvous.store)
-        if rank == 0:
+        store = dist.PrefixStore(f"group-number/{meeting_place(name, members)}", self.rendezvous.store)
+        if self.rank == members[0]:
             store.set("number", str(self.rendezvous.store.add("group-numbers", 1)))
         number = int(store.get("number"))
-        torch_private.delete_when_read(store, ["number"], size)
+        torch_private.delete_when_read(store, ["number"], len(members))
         return number
 
     def _distinct_relays(self) -> set[Relay]:
@@ -255,6 +256,12 @@ class Context:
         if self.rendezvous.finalize is not None and self.watch.liveness.failure is None:
             self.rendezvous.finalize()  # waits for the other ranks, which are watched until then
         self.watch.close()
+
+
+def meeting_place(name: str, members: Sequence[int]) -> str:
+    """Where the members of a group find each other in the store. torch counts each rank's groups to name them, so groups
+    that have no member in common may have one name."""
+    return f"{name}/{members[0]}"
 
 
 def spanning_name(name: str) -> str:

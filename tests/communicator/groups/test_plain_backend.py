@@ -274,3 +274,25 @@ def test_a_rank_that_is_gone_when_gloo_connects_to_it_is_named(function):
     """Gloo waited five times the group's timeout, half an hour by default."""
     outcomes = start_ranks(3, function, environment={"HETHUB_ISLANDS": "0,2|1"}, timeout_seconds=60)
     assert ["rank 1 is gone" in outcomes[rank].value for rank in (0, 2)] == [True, True]
+
+
+def groups_of_one_name(rank, store):
+    """Sums in groups without a common member, which torch names alike: it counts the groups that this rank has made."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=4)
+    sums = []
+    for members in ([rank], [rank % 2, rank % 2 + 2], [rank]):
+        group = dist.new_group(members)
+        tensor = torch.tensor([10.0**rank])
+        dist.all_reduce(tensor, group=group)
+        sums.append(tensor.item())
+        names = [None] * 4
+        dist.all_gather_object(names, group.group_name)
+        assert len(set(names)) == 1
+    dist.destroy_process_group()
+    return sums
+
+
+@pytest.mark.parametrize("islands", ["0,1|2,3", "0,2|1,3"])
+def test_groups_that_torch_names_alike_do_not_meet(islands):
+    outcomes = start_ranks(4, groups_of_one_name, environment={"HETHUB_ISLANDS": islands}, timeout_seconds=60)
+    assert values(outcomes) == [[1, 101, 1], [10, 1010, 10], [100, 101, 100], [1000, 1010, 1000]]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.checkpoints import newest_intact
 from tests.support.command import HETHUB, MPIRUN, Ended, Running, needs_mpirun, one, ranks
-from tests.support.job_files import write_job, write_pair_job
+from tests.support.job_files import plan, write_job, write_pair_job
 from tests.support.privileges import SMALL_SHARED_MEMORY, lay_down, needs_mounts
 
 
@@ -107,14 +107,18 @@ def test_a_write_that_is_refused_is_named(job: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "number"), [(1, 64), (2, 80)])
 def test_some_tens_of_open_files_are_enough_for_two_ranks(size: int, number: int, job: Path) -> None:
-    """Whatever plan is found: two copies with shares of the optimizer's state have a group of their own (68)."""
+    """Whatever plan is found: two copies with shares of the optimizer's state need 68."""
     results = train(job, "--run-dir", job.parent / "run", size=size, hook=functools.partial(few_files, number))
     assert [ended.exit_code for ended in results] == [0] * size, results[0].stderr
 
 
 @pytest.mark.slow
-def test_the_remedy_of_a_group_that_has_no_files_left_is_said_once(job: Path) -> None:
-    results = train(job, "--run-dir", job.parent / "run", size=2, hook=functools.partial(few_files, 64))
+def test_the_remedy_of_a_group_that_has_no_files_left_is_said_once(tmp_path: Path) -> None:
+    """Two copies with shares of the optimizer's state have a group of their own, for which 64 are too few."""
+    copies = [{"ranks": [rank], "micro_batch": 2, "samples": 4} for rank in range(2)]
+    shares = plan([{"layers": [[0, 4]], "replicas": copies, "zero": 1}], cluster="detected")
+    job = write_job(tmp_path / "job", cluster_name="detect", plan_file=shares)
+    results = train(job, "--run-dir", tmp_path / "run", size=2, hook=functools.partial(few_files, 64))
     assert [ended.exit_code for ended in results] == [1, 1], results[0].stderr
     for text in (line for ended in results for line in ended.paragraphs):
         assert text.count("Raise the limit of open files (ulimit -n)") == 1, text
