@@ -44,7 +44,7 @@ class Command:
 
     def __str__(self) -> str:
         settings = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
-        text = settings + shlex.join(self.words).replace(" : ", " \\\n  : ")
+        text = settings + " ".join("\\\n  :" if word == ":" else shlex.quote(word) for word in self.words)
         if self.script is not None:
             text = f"{text} <<'SCRIPT'\n{self.script}SCRIPT"
         return text if self.host is None else f"# on {self.host}\n{text}"

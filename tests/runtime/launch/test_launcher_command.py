@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -89,6 +90,11 @@ def test_mpirun_starts_every_node_in_its_own_environment() -> None:
     first, second = " ".join(command.words).split(" : ")
     assert "-n 16 --host nv1:8,nv2:8 /opt/cuda/bin/hethub train job.yaml --set train.steps=5" in first
     assert second == "-n 8 --host amd1:8 /opt/rocm/bin/hethub train job.yaml --set train.steps=5"
+
+
+def test_a_shell_reads_what_is_printed_as_what_would_run() -> None:
+    (command,) = launch_commands(Path("a : b/job.yaml"), TWO_MAKERS, "mpirun")
+    assert shlex.split(str(command).replace("\\\n", ""))[-len(command.words) :] == list(command.words)
 
 
 def test_root_may_start_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
