@@ -15,6 +15,7 @@ from hethub.commands.common import (
     need_torch,
     path,
     print_json,
+    refuse_overwriting,
 )
 from hethub.commands.train import AGAIN, STOPPED, add_run
 from hethub.spec.errors import BadInput, RunFailed
@@ -126,13 +127,17 @@ def doctor(options: argparse.Namespace) -> None:
     return None
 
 
-def _job(options: argparse.Namespace) -> "Job | None":
-    """The job that the command names, if it names one."""
+def _job(options: argparse.Namespace, writes: Path | None = None) -> "Job | None":
+    """The job that the command names, if it names one. Raises BadInput where one of its files is the one to write."""
     from hethub.spec.job import load_job
 
     if options.job is None and options.set:
         raise BadInput(f"--set {options.set[0]} overrides a key of a job, and no job is named; add JOB.yaml.")
-    return None if options.job is None else load_job(options.job, options.set)
+    if options.job is None:
+        return None
+    job = load_job(options.job, options.set)
+    refuse_overwriting(writes, job.path, job.base / job.spec.model, job.base / job.spec.cluster)
+    return job
 
 
 def _accept(options: argparse.Namespace) -> None:
@@ -146,7 +151,7 @@ def _accept(options: argparse.Namespace) -> None:
     info = launch_info()
     with one_voice_per_node(info):
         check_writable(options.out)
-        job = _job(options)
+        job = _job(options, options.out)
     if info.launcher == "alone":
         words = [*([] if job is None else [str(options.job)]), *(["--json"] if options.json else [])]
         words += [word for override in options.set for word in ("--set", override)]
@@ -201,7 +206,7 @@ def profile(options: argparse.Namespace) -> None:
 
     with one_voice_per_node(launch_info()):
         check_writable(options.out)
-        job = _job(options)
+        job = _job(options, options.out)
     with counted("profiling") as progress:
         measured, speaks = profile_ranks(job, progress)
     if speaks:

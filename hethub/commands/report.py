@@ -14,6 +14,7 @@ from hethub.commands.common import (
     path,
     print_json,
     program_made_for,
+    refuse_overwriting,
 )
 from hethub.spec.errors import BadInput
 
@@ -45,11 +46,14 @@ def report(options: argparse.Namespace) -> None:
     from hethub.predictor.cost.software import hethub_software
     from hethub.report.html import report_run, write_page
     from hethub.report.program import report_program_run, write_program_page
+    from hethub.runtime.run_folder import FILES
     from hethub.spec.layout.bind import bind_file
     from hethub.spec.plan import load_plan
     from hethub.spec.program import is_program_plan, load_program_plan
 
     check_writable(options.out, reads=options.what)
+    kept = (options.what / name for name in FILES if name != "report.html")  # of a run, where that is what to draw
+    refuse_overwriting(options.out, options.job, *kept)
     if not options.what.exists():
         raise BadInput(f"{options.what}: there is no such run folder or plan file. Check the path.")
     if options.what.is_dir():

@@ -2,6 +2,7 @@
 
 import argparse
 import signal
+from pathlib import Path
 from typing import Any
 
 from hethub.commands.common import add_job, add_profile, command, need_torch, path
@@ -73,6 +74,11 @@ def _check(options: argparse.Namespace, *, by_itself: bool, is_program: bool) ->
         )
     if is_program and options.profile is not None:
         raise BadInput("--profile is not taken by strategy hap, whose times are estimates; leave it out.")
+    for named in (options.job, options.run_dir or options.resume or Path("runs")):
+        try:
+            str(named.absolute()).encode()
+        except UnicodeEncodeError:
+            raise BadInput(f"{named}: a run's files name this path in UTF-8, which it is not in; rename it.") from None
 
 
 def _run_plan(options: argparse.Namespace) -> bool:

@@ -1,5 +1,6 @@
 """Programs of strategy hap as tables on the terminal and as a page, and the end of a run under one."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -125,5 +126,7 @@ def finish_program_run(summary: "ProgramSummary") -> None:
     table.add_row(f"{summary.items}/s", *rates)
     console.print(table)
     if summary.stopped_early:
-        console.print(f"stopped on request at step {summary.last_step}; continue with --resume {summary.folder}")
+        console.print(
+            f"stopped on request at step {summary.last_step}; continue with --resume {shlex.quote(str(summary.folder))}"
+        )
     console.print(f"loss {summary.first_loss:.4f} → {summary.last_loss:.4f}; run folder {summary.folder}")

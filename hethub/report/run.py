@@ -1,5 +1,7 @@
 """The end of a run: its trace and report in the run folder and its summary on the terminal."""
 
+import shlex
+
 from rich.table import Table
 
 from hethub.report.html import report_run
@@ -23,7 +25,9 @@ def finish_run(summary: RunSummary) -> None:
             f"emulated: times are emulated (1 s took {scale:g} s); real computing came late by {overrun:.2f} % of them"
         )
     if summary.stopped_early:
-        console.print(f"stopped on request at step {summary.last_step}; continue with --resume {summary.folder}")
+        console.print(
+            f"stopped on request at step {summary.last_step}; continue with --resume {shlex.quote(str(summary.folder))}"
+        )
     console.print(f"loss {summary.first_loss:.4f} → {summary.last_loss:.4f}; run folder {summary.folder}")
 
 

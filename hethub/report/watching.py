@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import socket
 import time
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def _state(path: Path) -> tuple[str, bool]:
     if host == socket.gethostname() and os.path.isdir("/proc/self"):
         began = started_ticks(pid)
         if began is None or began != record.get("started_ticks", began):
-            return f"process {pid} ended without a word; go on with --resume {path}", False
+            return f"process {pid} ended without a word; go on with --resume {shlex.quote(str(path))}", False
     return f"process {pid} on {host} runs it since {since}", True
 
 

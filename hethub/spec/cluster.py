@@ -24,6 +24,11 @@ Network = Annotated[str, AfterValidator(_named_network)]
 MOST_ACCELERATORS = 1_000_000  # of a cluster: ranks are laid out one by one
 
 
+def is_host(name: str) -> bool:
+    """Whether launchers take it for one machine's name: mpirun lists them as `nv1:8,nv2:8`."""
+    return bool(name) and not {*name} & {*" \t\n,:"}
+
+
 class NodeSpec(Spec):
     """One or `count` equal machines: accelerators of one vendor, network interfaces, host memory."""
 
@@ -60,8 +65,10 @@ class NodeSpec(Spec):
             raise ValueError(
                 f"{len(self.hosts)} hosts for a count of {self.count} machines; name one host per machine."
             )
-        if len({*self.hosts}) < self.count or any(not host or {*host} & {*" \t\n,"} for host in self.hosts):
-            raise ValueError(f"hosts are {list(self.hosts)}; give each machine its own name, without spaces or commas.")
+        if len({*self.hosts}) < self.count or not all(map(is_host, self.hosts)):
+            raise ValueError(
+                f"hosts are {list(self.hosts)}; give each machine its own name, without spaces, commas or colons."
+            )
         return self
 
     @cached_property

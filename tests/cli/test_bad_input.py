@@ -193,6 +193,7 @@ ARGUMENTS = {
     "set below a value": (["--set", "plan.file=x"], ["--set plan.file=x", "no mapping at 'plan'"]),
     "resume where there is no run": (["--resume", "nowhere"], ["nowhere", "no run to resume"]),
     "resume and a run folder": (["--resume", "a", "--run-dir", "b"], ["--resume", "--run-dir"]),
+    "a run folder that its own files cannot name": (["--run-dir", "\udcff"], ["name this path in UTF-8"]),
     "missing plan": (["--plan", "best.yaml"], ["best.yaml", "no such plan file"]),
     "unknown strategy": (["--set", "plan=autoo"], ["autoo", "did you mean 'auto'"]),
 }

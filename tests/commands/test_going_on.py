@@ -269,7 +269,7 @@ def test_some_checkpoints_stay_for_good_and_links_are_left_alone(job, tmp_path):
 
 
 def test_ctrl_c_saves_says_how_to_go_on_and_leaves_nothing_partial(job, tmp_path):
-    run = tmp_path / "run"
+    run = tmp_path / "a run"
     overrides = ["--set", "train.steps=100000", "--set", "checkpoint.every_steps=null"]
     ended = train(job, "--run-dir", run, *overrides, cwd=tmp_path, hook=interrupting_behind_step_3)
     assert ended.exit_code == 3, ended.stderr
@@ -277,7 +277,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_leaves_nothing_partial(job, tmp_path
     assert "stopping behind this step, with a checkpoint; Ctrl-C again ends at once" in paragraph
     last = steps_of(run)[-1]
     assert 3 <= last < 100000
-    assert f"stopped on request at step {last}; continue with --resume {run}" in ended.stdout
+    assert f"stopped on request at step {last}; continue with --resume '{run}'\n" in ended.stdout
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{last}"]
     assert (run / "report.html").exists()
 

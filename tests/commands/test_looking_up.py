@@ -286,7 +286,9 @@ def test_prose_on_a_terminal_breaks_between_words(monkeypatch):
     assert " ".join(line.strip() for line in lines) == sentence
 
 
-def test_watch_says_how_far_a_run_is_and_who_runs_it(tmp_path, capsys):
+def test_watch_says_how_far_a_run_is_and_who_runs_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path = Path("a run")
     write_job(tmp_path)
     row = {"step": 2, "loss": 3.25, "tokens": 256, "step_seconds": 0.5, "predicted_step_seconds": 0.4}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
@@ -302,7 +304,8 @@ def test_watch_says_how_far_a_run_is_and_who_runs_it(tmp_path, capsys):
         assert words in out
     before = {"host": os.uname().nodename, "pid": os.getpid(), "started_ticks": 1, "since": "then"}  # had this number
     (tmp_path / "owner.json").write_text(json.dumps(before))
-    assert f"process {os.getpid()} ended without a word" in printed(capsys, "watch", tmp_path)
+    gone = f"process {os.getpid()} ended without a word; go on with --resume 'a run'"
+    assert gone in printed(capsys, "watch", tmp_path)
     (tmp_path / "owner.json").unlink()
     assert "nobody runs it now" in printed(capsys, "watch", tmp_path, "--once")
     assert run(["watch", str(tmp_path / "nowhere")]) == 2

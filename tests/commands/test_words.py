@@ -69,6 +69,9 @@ def test_errors_of_set_speak_of_set_and_not_of_a_line(tmp_path, capsys):
         ("predict", ["--trace", "cluster.yaml"], "cluster.yaml: this is the file to read, and would be overwritten"),
         ("predict", ["--trace", "plan.yaml"], "plan.yaml: this is the file to read, and would be overwritten"),
         ("size", ["--tokens", "1T", "--out", "model.yaml"], "model.yaml: this is the file to read"),
+        ("profile", ["--out", "job.yaml"], "job.yaml: this is the file to read"),
+        ("doctor", ["--acceptance", "--out", "cluster.yaml"], "cluster.yaml: this is the file to read"),
+        ("report", ["--job", "model.yaml", "--out", "model.yaml"], "model.yaml: this is the file to read"),
         ("plan", ["--out", "."], ".: this is a folder, and a file is to be written"),
         ("plan", ["--alone", "model.yaml"], "model.yaml: this is a file, and a folder is to be written"),
         ("init", ["--out", "model.yaml"], "model.yaml: this is a file, and a folder is to be written"),
@@ -80,6 +83,11 @@ def test_what_is_written_takes_no_other_things_place(command, options, words, tm
     monkeypatch.chdir(tmp_path)
     assert words in refused(capsys, command, "laptop" if command == "init" else "job.yaml", *options)
     assert before == {file: file.read_text() for file in tmp_path.glob("*.yaml")}
+
+
+def test_a_report_takes_the_place_of_none_of_a_runs_files(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "would be overwritten" in refused(capsys, "report", tmp_path, "--out", tmp_path / "metrics.jsonl")
 
 
 def test_a_file_that_may_not_be_written_is_refused_before_the_work(tmp_path, capsys):

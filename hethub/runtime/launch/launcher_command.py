@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Literal
 
 from hethub.runtime.launch.launcher_environment import first_host
-from hethub.spec.cluster import ClusterSpec, NodeSpec
+from hethub.spec.cluster import ClusterSpec, NodeSpec, is_host
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.network import TOKEN_VARIABLE, choose_interface
 
@@ -44,7 +44,7 @@ class Command:
 
     def __str__(self) -> str:
         settings = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
-        text = settings + shlex.join(self.words).replace(" : ", " \\\n  : ")
+        text = settings + " ".join("\\\n  :" if word == ":" else shlex.quote(word) for word in self.words)
         if self.script is not None:
             text = f"{text} <<'SCRIPT'\n{self.script}SCRIPT"
         return text if self.host is None else f"# on {self.host}\n{text}"
@@ -180,7 +180,7 @@ def _torchrun(cluster: ClusterSpec, train: Sequence[str]) -> list[Command]:
 
 
 def hosts_of(node: NodeSpec) -> tuple[str, ...]:
-    """The host names of a node entry. Raises BadInput where several machines share one entry without names."""
+    """The host names of a node entry. Raises BadInput where it names none and is several machines, or has no host's name."""
     if node.hosts is not None:
         return node.hosts
     if node.count > 1:
@@ -188,6 +188,8 @@ def hosts_of(node: NodeSpec) -> tuple[str, ...]:
             f"node '{node.name}' stands for {node.count} machines, and starting on them needs their host names; give "
             f"`hosts: [{node.name}1, {node.name}2, …]` with one name per machine."
         )
+    if not is_host(node.name):
+        raise BadInput(f"node '{node.name}' has no name that a host could have; give its machine's as `hosts: [NAME]`.")
     return (node.name,)
 
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from hethub.runtime.launch.launcher_environment import LaunchInfo, first_host
-from hethub.spec.errors import RunFailed
+from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.network import Interface
 
 _FIRST_PORT, _NUM_PORTS = 20_000, 20_000
@@ -110,7 +110,10 @@ def master(info: LaunchInfo, interface: Interface) -> tuple[str, int]:
     else:
         first, port = _LOOPBACK, 29_500
     host = os.environ.get("MASTER_ADDR", first) if info.is_multi_node else interface.address
-    return host, int(os.environ.get("MASTER_PORT", port))
+    named = os.environ.get("MASTER_PORT", str(port))
+    if not (named.isdecimal() and 0 < int(named) < 2**16):
+        raise BadInput(f"MASTER_PORT={named!r} is no port; set a number from 1 to 65535, the same for all ranks.")
+    return host, int(named)
 
 
 def _listening(host: str, interface: Interface) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -89,6 +90,11 @@ def test_mpirun_starts_every_node_in_its_own_environment() -> None:
     first, second = " ".join(command.words).split(" : ")
     assert "-n 16 --host nv1:8,nv2:8 /opt/cuda/bin/hethub train job.yaml --set train.steps=5" in first
     assert second == "-n 8 --host amd1:8 /opt/rocm/bin/hethub train job.yaml --set train.steps=5"
+
+
+def test_a_shell_reads_what_is_printed_as_what_would_run() -> None:
+    (command,) = launch_commands(Path("a : b/job.yaml"), TWO_MAKERS, "mpirun")
+    assert shlex.split(str(command).replace("\\\n", ""))[-len(command.words) :] == list(command.words)
 
 
 def test_root_may_start_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +217,19 @@ def test_machines_without_names_are_refused_with_an_example() -> None:
         launch_commands(JOB, TWO_MAKERS.model_copy(update={"nodes": (node,)}), "mpirun")
 
 
-@pytest.mark.parametrize("hosts", [["nv1", "nv1"], ["nv1", ""], ["nv 1", "nv2"], ["nv1,nv2", "nv3"]])
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+@pytest.mark.parametrize("name", ["H100 node", "nv1,nv2", "nv1:8"])
+def test_a_node_whose_name_no_host_has_needs_its_hosts_name(name: str, launcher: LauncherName) -> None:
+    node = TWO_MAKERS.nodes[1].replace(name=name)
+    with pytest.raises(BadInput, match=rf"node '{name}' has no name .*`hosts: \[NAME\]`"):
+        launch_commands(JOB, TWO_MAKERS.replace(nodes=(node,)), launcher)
+    (command,) = launch_commands(JOB, TWO_MAKERS.replace(nodes=(node.replace(hosts=("amd1",)),)), launcher)
+    assert "amd1" in str(command)
+
+
+@pytest.mark.parametrize(
+    "hosts", [["nv1", "nv1"], ["nv1", ""], ["nv 1", "nv2"], ["nv1,nv2", "nv3"], ["nv1:8", "nv2:8"]]
+)
 def test_a_host_that_no_launcher_can_take_is_refused(hosts: list[str]) -> None:
     with pytest.raises(ValueError, match=r"hosts are .*; give each machine its own name"):
         ClusterSpec.model_validate({"name": "two", "nodes": [{**TWO_MAKERS.nodes[0].model_dump(), "hosts": hosts}]})

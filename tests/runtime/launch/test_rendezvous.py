@@ -169,6 +169,14 @@ def test_where_rank_0_serves(monkeypatch, environment, launcher, expected):
     assert master(one_node, HERE[0])[0] == "127.0.0.1"
 
 
+@pytest.mark.parametrize("port", ["any", "70000", "0", "-1", ""])
+def test_a_port_that_is_none_is_refused(port, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", port)
+    info = LaunchInfo(rank=0, size=2, local_rank=0, local_size=2, launcher="torchrun")
+    with pytest.raises(BadInput, match=f"MASTER_PORT='{port}' is no port; set a number from 1 to 65535"):
+        master(info, ETH0)
+
+
 def test_a_taken_port_is_told_with_what_to_set():
     store = serve_store("127.0.0.1", 10)
     with pytest.raises(RunFailed, match="MASTER_PORT"):
