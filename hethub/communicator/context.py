@@ -262,6 +262,7 @@ class Context:
         if self.rendezvous.finalize is not None and self.watch.liveness.failure is None:
             self.rendezvous.finalize()  # waits for the other ranks, which are watched until then
         self.watch.close()
+        self.callbacks.stop()
 
 
 def meeting_place(name: str, members: Sequence[int]) -> str:
