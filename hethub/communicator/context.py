@@ -66,6 +66,7 @@ class Context:
     emulation: Any = None
     """What makes the groups of an emulation, None elsewhere."""
     _bridges: dict[str, Bridge] = field(default_factory=dict)
+    _releases: dict[str, "weakref.finalize[[str], dist.ProcessGroup]"] = field(default_factory=dict)
     _gloo_groups: list[tuple[torch_private.GlooGroup, int, int, str]] = field(default_factory=list)
     _nccl_groups: list[tuple[Any, str]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -176,13 +177,18 @@ class Context:
             self._gloo_groups = [row for row in self._gloo_groups if row[3] != name]
             self._nccl_groups = [row for row in self._nccl_groups if row[1] != name]
         self._bridges.pop(name, None)
+        self._releases.pop(name, None)
         spanning = self.spanning.pop(spanning_name(name), None)
         if spanning is not None:
             spanning.shutdown()
 
     def release_with(self, group: dist.ProcessGroup, name: str) -> None:
-        """Releases what was made for a native group when that is no more: it has no shutdown of ours."""
-        weakref.finalize(group, self.release, name).atexit = False
+        """Releases what will be made for a native group when that is no more: it has no shutdown of ours. One that has been
+        destroyed may live on while another of its name is made; what is left of it goes now."""
+        if name in self._releases:
+            self._releases[name]()
+        self._releases[name] = weakref.finalize(group, self.release, name)
+        self._releases[name].atexit = False
 
     def watch_nccl(self, nccl: Any, name: str) -> None:
         """As `watch_gloo`, for NCCL and RCCL."""
@@ -256,6 +262,7 @@ class Context:
         if self.rendezvous.finalize is not None and self.watch.liveness.failure is None:
             self.rendezvous.finalize()  # waits for the other ranks, which are watched until then
         self.watch.close()
+        self.callbacks.stop()
 
 
 def meeting_place(name: str, members: Sequence[int]) -> str:

@@ -245,8 +245,9 @@ class CallbackThreads:
 
     def __init__(self, prepare: Callable[[], None]) -> None:
         self._prepare = prepare
-        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._num_idle = 0
+        self._stopped = False
         self._lock = threading.Lock()
 
     def run(self, callback: Callable[[], None]) -> None:
@@ -257,10 +258,21 @@ class CallbackThreads:
                 start_thread("hethub-callbacks", self._prepare, self._serve)
         self._waiting.put(callback)
 
+    def stop(self) -> None:
+        """Ends the threads that are idle, and each other one behind its callback."""
+        with self._lock:
+            self._stopped = True
+            num_idle, self._num_idle = self._num_idle, 0
+        for _ in range(num_idle):
+            self._waiting.put(None)
+
     def _serve(self) -> None:
-        while True:
-            self._waiting.get()()
+        while (callback := self._waiting.get()) is not None:
+            callback()
+            del callback  # what it holds is not to live until the next one comes
             with self._lock:
+                if self._stopped:
+                    return
                 self._num_idle += 1
 
 

@@ -125,8 +125,8 @@ class World:
             group = self._context.watch.liveness.unless_failed(
                 lambda: dist.new_group(everyone, backend="gloo", timeout=timeout)
             )
-        self._context.watch_gloo(torch_private.gloo_of(group), self.rank, self.size, group.group_name)
         self._context.release_with(group, group.group_name)
+        self._context.watch_gloo(torch_private.gloo_of(group), self.rank, self.size, group.group_name)
         return group
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> torch_private.WorkBase:

@@ -66,13 +66,13 @@ def _make_group(context: Context, options: Any, *, is_default: bool) -> dist.Pro
 def with_native_backends(group: dist.ProcessGroup, context: Context, options: Any) -> dist.ProcessGroup:
     """The group, run by the island's native library with nothing of ours in between."""
     name, members = options.group_id, torch_private.global_ranks(options)
+    context.release_with(group, name)
     gloo = context.gloo_group(name, members, options.timeout.total_seconds())
     store = dist.PrefixStore(f"nccl/{meeting_place(name, members)}", context.rendezvous.store)
     nccl = torch_private.attach_native(group, gloo, context.device, options, store)
     if nccl is not None:
         context.watch_nccl(nccl, name)
     watch_group(group, context.turn_of)
-    context.release_with(group, name)
     return group
 
 

@@ -1,5 +1,6 @@
 """`init_process_group("hethub")` by itself, as any PyTorch program would call it."""
 
+import gc
 import os
 import threading
 import time
@@ -296,3 +297,27 @@ def groups_of_one_name(rank, store):
 def test_groups_that_torch_names_alike_do_not_meet(islands):
     outcomes = start_ranks(4, groups_of_one_name, environment={"HETHUB_ISLANDS": islands}, timeout_seconds=60)
     assert values(outcomes) == [[1, 101, 1], [10, 1010, 10], [100, 101, 100], [1000, 1010, 1000]]
+
+
+def waiting_in_a_group_made_anew(rank, store):
+    """How a receive ends in a group that was made anew before the last one of its name was no more, when rank 2 ends."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    if rank == 2:
+        dist.barrier()
+        os._exit(3)
+    old = dist.new_group([0, 1], use_local_synchronization=True)
+    dist.destroy_process_group(old)
+    new = dist.new_group([0, 1], use_local_synchronization=True)
+    assert new.group_name == old.group_name
+    del old
+    gc.collect()
+    dist.barrier()
+    with pytest.raises(RuntimeError) as ended:
+        dist.recv(torch.empty(1), 1 - rank, group=new)
+    return str(ended.value)
+
+
+def test_a_group_made_anew_under_its_name_ends_with_the_world():
+    outcomes = start_ranks(3, waiting_in_a_group_made_anew, environment={"HETHUB_ISLANDS": "0,1|2"}, timeout_seconds=60)
+    for rank in (0, 1):  # it gives up by itself, or feels that the other one has
+        assert "pair closure" in outcomes[rank].value or "by peer" in outcomes[rank].value

@@ -121,12 +121,13 @@ def left_by_plain_groups(rank, store):
 
     def left():
         ports, descriptors = held()
-        watching = sum(thread.name.startswith("hethub-liveness") for thread in threading.enumerate())
-        return watching, max(0, ports - before[0]), max(0, descriptors - before[1] - 2)
+        threads = sum(thread.name.startswith("hethub-") for thread in threading.enumerate())
+        return threads, max(0, ports - before[0]), max(0, descriptors - before[1] - 2)
 
     for number in range(4):
         init_plainly(str(number), rank, 2, store)
-        dist.all_reduce(torch.ones(500_000))
+        summing = dist.all_reduce(torch.ones(5_000_000), async_op=True)
+        summing.get_future().wait()
         dist.destroy_process_group()
         gc.collect()
         if number == 1:
