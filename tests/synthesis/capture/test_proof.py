@@ -164,6 +164,12 @@ def test_what_can_be_captured_is_proved_equal(kind: type[nn.Module]) -> None:
     assert len([o for o in graph.operators if o.key == "aten.relu.default"]) == (kind is Rectified)
 
 
+def test_a_write_to_one_of_several_pieces_is_captured() -> None:
+    """torch's GRU cell writes to pieces of what it has split; it was refused with an AttributeError of ours."""
+    graph = trace(Net(nn.GRUCell, input_size=8, hidden_size=8).double(), batch())
+    assert any(name.endswith("weight_hh") for name in graph.parameters)
+
+
 class Shared(nn.Module):
     """One layer in three places, as ALBERT has it, with a frozen weight in it."""
 
