@@ -30,13 +30,13 @@ def runs_program(job_path: Path, overrides: list[str], plan_path: Path | None, s
 
 
 def is_program_job(job: "Job", plan_path: Path | None = None, strategy: str | None = None) -> bool:
-    """Whether strategy hap has the job: it asks for it, its plan file is a program, or its model is Python."""
+    """Whether strategy hap has the job: its model is Python, its plan file is a program, or it asks for it."""
     from hethub.spec.program import is_program_plan
 
     file = plan_path or job.plan_path
     if strategy is not None:
         return strategy == "hap" or (strategy == "auto" and job.factory is not None)
-    if file is not None:
+    if file is not None and job.factory is None:
         return is_program_plan(file)
     return job.factory is not None or job.spec.plan == "hap"
 

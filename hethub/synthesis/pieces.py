@@ -12,7 +12,7 @@ from hethub.spec.errors import BadInput
 from hethub.spec.ranges import Range
 from hethub.synthesis.costs import Move
 from hethub.synthesis.graph import Operator, schema_of
-from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, State
+from hethub.synthesis.rules import CARRIED_AS, PARTIAL, WHOLE, Cut, Rule, State
 from hethub.synthesis.table import takes
 
 # Arguments that say the shape of the output; a piece of it is smaller.
@@ -174,7 +174,7 @@ class Exchange:
     def _gather(
         self, held: torch.Tensor, cut: Cut, shape: Sequence[int], shares: Sequence[int], padded: bool
     ) -> torch.Tensor:
-        narrow = held.view(torch.uint8) if held.dtype == torch.bool else held
+        narrow = held.view(CARRIED_AS.get(held.dtype, held.dtype))
         ranges, _ = self._ranges(shape, cut, shares)
         mine = front(narrow, cut).reshape(-1) if held.numel() else narrow.reshape(-1)
         flat = torch.empty(ranges[-1].stop, dtype=narrow.dtype, device=held.device)
@@ -190,14 +190,14 @@ class Exchange:
             flat[ranges[self.rank].start : ranges[self.rank].stop] = mine
             all_gather_by_ranges(self.group, flat, ranges, async_op=False)
         rest = [*shape[: cut.dim], cut.blocks, *shape[cut.dim + 1 :]]
-        whole = back(flat.view(-1, *rest), cut, shape)
-        return whole.view(torch.bool) if held.dtype == torch.bool else whole
+        whole = back(flat.view(shape[cut.dim] // cut.blocks, *rest), cut, shape)
+        return whole.view(held.dtype)
 
     def _exchange(
         self, held: torch.Tensor, source: Cut, target: Cut, shape: Sequence[int], before: Sequence[int],
         after: Sequence[int],
     ) -> torch.Tensor:  # fmt: skip
-        narrow = held.view(torch.uint8) if held.dtype == torch.bool else held
+        narrow = held.view(CARRIED_AS.get(held.dtype, held.dtype))
         parts = [piece(narrow, target, after, rank) for rank in range(self.size)]
         local = [*shape]
         start, stop = bounds(shape, target, after)[self.rank]
@@ -212,7 +212,7 @@ class Exchange:
         dist.all_to_all_single(received, sent, sizes, [part.numel() for part in parts], group=self.group)
         pieces = [part.view(own) for part, own in zip(received.split(sizes), shapes, strict=True)]
         whole = joined(pieces, source, local)
-        return whole.view(torch.bool) if held.dtype == torch.bool else whole
+        return whole.view(held.dtype)
 
     def _among_zeros(self, held: torch.Tensor, cut: Cut, shape: Sequence[int], shares: Sequence[int]) -> torch.Tensor:
         parts = []

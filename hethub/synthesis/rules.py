@@ -20,6 +20,8 @@ from hethub.synthesis.table import HEAVY, RESHAPES, SUM, Label, Shape, Shapes, l
 
 WHOLE: Literal["whole"] = "whole"
 PARTIAL: Literal["partial"] = "partial"
+# Types that torch's Gloo does not carry, as others of their width.
+CARRIED_AS = {torch.bool: torch.uint8, torch.int16: torch.float16, torch.uint16: torch.float16}
 SAMPLES = "samples"  # begins the name of an axis of inputs' first dimension; a module may have several
 
 
@@ -254,8 +256,8 @@ class Rules:
         return rules
 
     def _adds(self, operator: Operator) -> bool:
-        """Whether its tensors can be added up; truth values cannot."""
-        return all(self.graph.tensors[t].dtype != torch.bool for t in (*operator.inputs, *operator.made))
+        """Whether its tensors can be added up; truth values cannot, nor what torch's Gloo has no sums of."""
+        return all(self.graph.tensors[t].dtype not in CARRIED_AS for t in (*operator.inputs, *operator.made))
 
     def _reshape_rules(self, operator: Operator) -> list[Rule]:
         source, target = operator.inputs[0], operator.made[0]

@@ -107,7 +107,7 @@ def open_subject(job: Job, *, with_values: bool) -> Subject:
         )
     tokens = torch.zeros(train.global_batch, train.seq_len, dtype=torch.int64)
     if job.factory is not None:
-        return _made(job, job.factory, (tokens, tokens.clone()))
+        return _made(job, job.factory, (tokens, tokens.clone()), with_values=with_values)
     return _described(job, (tokens, tokens.clone()), with_values=with_values)
 
 
@@ -141,7 +141,7 @@ def _described(job: Job, example: Batch, *, with_values: bool) -> Subject:
     return Subject(name=model.name, module=module, example=example, batches=None)
 
 
-def _made(job: Job, reference: str, example: Batch) -> Subject:
+def _made(job: Job, reference: str, example: Batch, *, with_values: bool) -> Subject:
     place = f"{job.path}: model python:{reference}"
     factory = _find(reference, job.base, place)
     torch.manual_seed(job.spec.train.seed)
@@ -161,6 +161,11 @@ def _made(job: Job, reference: str, example: Batch) -> Subject:
         raise BadInput(
             f"{place}: '{name}' is complex, which the optimizer of a job does not step; keep its real and imaginary part as a"
             " last dimension of 2, and let forward take torch.view_as_complex of it."
+        )
+    held = dict(module.named_parameters()) | dict(module.named_buffers())
+    if with_values and (name := next((name for name, value in held.items() if value.is_meta), None)) is not None:
+        raise BadInput(
+            f"{place}: '{name}' has no values (device 'meta'), enough to plan but not to train; let the factory make it on the CPU."
         )
     module._apply(lambda value: _in_precision(value, dtype))
     if source is None:

@@ -70,7 +70,6 @@ class ProgramTrainer:
         for shard in shards.values():
             shard.grad = None
         batch = self._batch(step)
-        self._samples = len(batch[0])
         try:
             loss = float(self.step(*batch))
         except BadInput as error:  # the first batch was looked at before anything was written
@@ -79,6 +78,7 @@ class ProgramTrainer:
                 f"step {step}: {error} Batches that differ from the first, of {self._train.global_batch} samples, are refused where the"
                 " program does not hold for them: let every step have as many (DataLoader: drop_last=True).",
             ) from error
+        self._samples = len(batch[0])
         outcome = gather_outcome(
             self._world,
             loss=loss if self._world.rank == 0 else 0.0,

@@ -35,7 +35,10 @@ def writes(node: fx.Node) -> bool:
 def owner_of(node: fx.Node) -> Any:
     """Whose memory an operator writes to: what the view that it is given, if it is one, was taken of."""
     found: Any = node.args[0]
-    while found.op == "call_function" and any(part.alias_info for part in schema_of(found.target).returns):
+    while found.op == "call_function":
+        schema = schema_of(found.target)  # none of what picks one of several outputs
+        if schema is not None and not any(part.alias_info for part in schema.returns):
+            break
         found = found.args[0]
     return found
 

@@ -44,6 +44,24 @@ def refuse_lazy(named: Mapping[str, torch.Tensor]) -> None:
             )
 
 
+def refuse_sparse(what: str, value: torch.Tensor) -> None:
+    """Of a parameter, a buffer, an input, or what an operator makes."""
+    if value.layout != torch.strided:
+        raise BadInput(
+            f"{what} is sparse, and ranks could not take pieces of it; keep it dense (.to_dense()), or keep its indices and"
+            " values as tensors and add up with index_add."
+        )
+
+
+def refuse_compiled(module: torch.nn.Module) -> None:
+    """The module itself, or one in it."""
+    for name, inner in module.named_modules():
+        if hasattr(inner, "_orig_mod") or isinstance(inner, torch.jit.ScriptModule):
+            raise BadInput(
+                f"{name or type(inner).__name__} is compiled; give the module as it was before torch.compile or torch.jit."
+            )
+
+
 def refuse_result(module: torch.nn.Module, result: Any) -> NoReturn:
     """Of a forward that returns anything but a loss."""
     what = f"a tensor of {result.dim()} dimensions" if isinstance(result, torch.Tensor) else type(result).__name__
@@ -86,6 +104,8 @@ def refuse_operator(node: fx.Node) -> None:
     module = next((name for name in named if name is not None), None) or "the module itself"
     if schema_of(node.target) is None and node.op == "call_function" and called(node) != "getitem":
         raise BadInput(f"'{module}' uses {node.target}: control flow that depends on data cannot be cut over ranks.")
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        refuse_sparse(f"a tensor of '{module}'", node.meta["val"])
     if draws(node):
         raise BadInput(
             f"'{module}' draws random numbers ({node.target}), which would differ from rank to rank; set its dropout to 0,"

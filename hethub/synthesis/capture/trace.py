@@ -20,10 +20,12 @@ from hethub.synthesis.capture.refused import (
     CONSTANT,
     depends_on_values,
     reason,
+    refuse_compiled,
     refuse_hooks,
     refuse_lazy,
     refuse_operator,
     refuse_result,
+    refuse_sparse,
     refuse_update,
 )
 from hethub.synthesis.capture.whole_batch import BATCH_NORMS, DECOMPOSITIONS, normalized
@@ -44,10 +46,7 @@ def trace(module: torch.nn.Module, example_inputs: Sequence[torch.Tensor]) -> Gr
     Raises BadInput, with operator and module named, for what cannot be cut into pieces exactly: control flow that
     depends on data, writes to inputs, a state that the step changes, random operators, hooks on gradients.
     """
-    if hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule):
-        raise BadInput(
-            f"{type(module).__name__} is compiled; give the module as it was before torch.compile or torch.jit."
-        )
+    refuse_compiled(module)
     if isinstance(example_inputs, torch.Tensor):
         raise BadInput("the example inputs are one tensor; pass a tuple, (values,) for a module of one input.")
     for number, value in enumerate(example_inputs):
@@ -84,6 +83,9 @@ class _Tracing:
         self._first = {name: firsts[id(value)] for name, value in held.items()}  # a tied parameter has one gradient
         unique = {name: held[name] for name in dict.fromkeys(self._first.values())}
         refuse_lazy(unique)
+        given = ((f"input {number}", value) for number, value in enumerate(example_inputs))
+        for what, value in (*unique.items(), *given):
+            refuse_sparse(f"'{what}'", value)
         self._values = {name: self._like(value, value.shape) for name, value in unique.items()}
         self._trained = [
             name for name, value in unique.items() if isinstance(value, torch.nn.Parameter) and value.requires_grad
@@ -218,6 +220,7 @@ class _Tracing:
                 builder.placeholder(node, placed[node])
             elif node.op == "get_attr":
                 constants[node.target] = value = getattr(joint, node.target)
+                refuse_sparse(f"a tensor of '{module_of(node) or 'the module itself'}'", value)
                 owner = self._owners.get(value.untyped_storage()._cdata)
                 if owner is not None:
                     raise BadInput(

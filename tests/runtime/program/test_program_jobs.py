@@ -81,6 +81,10 @@ def one_left(train):
     full = torch.ones(train.global_batch, 16), torch.zeros(train.global_batch, dtype=torch.int64)
     return Net(), [full, full, tuple(value[:1] for value in full)]
 
+def number_left(train):
+    module, batches = one_left(train)
+    return module, [*batches[:2], (torch.tensor(0.5), batches[0][1])]
+
 def wrong_batch():
     return Net(), [(torch.ones(5, 16), torch.zeros(5, dtype=torch.int64))]
 
@@ -373,9 +377,10 @@ def test_tokens_beyond_an_embedding_are_refused_on_all_ranks(tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_last_batch_that_the_program_does_not_hold_for_fails_in_its_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", ["one_left", "number_left"])
+def test_a_last_batch_that_the_program_does_not_hold_for_fails_in_its_step(tmp_path: Path, made: str) -> None:
     """Bad input is what nothing was written for."""
-    job = write_program_job(tmp_path / "one_left", "one_left", size=2)
+    job = write_program_job(tmp_path / made, made, size=2)
     results = ranks(2, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path)
     assert [ended.exit_code for ended in results] == [1, 1]
     said = "".join(ended.stderr for ended in results)

@@ -74,3 +74,15 @@ def test_batches_that_fail_are_bad_input_before_the_first_step_and_a_failed_run_
     with pytest.raises(RunFailed, match=r"before step 3 its batches ended; lower train\.steps"):
         Batches(iter([(torch.ones(2),)] * 2), torch.float32, "net").at(3)
     assert Batches([(torch.ones(2),), (torch.zeros(2),)], torch.float32, "net").at(3)[0].tolist() == [1.0, 1.0]
+
+
+def test_a_module_without_values_is_planned_and_not_trained(tmp_path: Path) -> None:
+    """It ended in torch's NotImplementedError on every rank."""
+    path = write_job(tmp_path / "unfilled", plan="hap", model_name="python:unfilled:make")
+    (path.parent / "unfilled.py").write_text(
+        "import torch\n\n\ndef make():\n    return torch.nn.Linear(4, 4, device='meta')\n"
+    )
+    job = load_job(path)
+    assert open_subject(job, with_values=False).module.weight.is_meta
+    with pytest.raises(BadInput, match=r"unfilled:make: 'weight' has no values \(device 'meta'\).*on the CPU"):
+        open_subject(job, with_values=True)

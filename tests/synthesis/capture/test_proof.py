@@ -1,6 +1,7 @@
 """What a trace takes for a constant and is none is refused, or captured; the module stays as it was."""
 
 import random
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,12 @@ def test_what_can_be_captured_is_proved_equal(kind: type[nn.Module]) -> None:
     assert len([o for o in graph.operators if o.key == "aten.relu.default"]) == (kind is Rectified)
 
 
+def test_a_write_to_one_of_several_pieces_is_captured() -> None:
+    """torch's GRU cell writes to pieces of what it has split; it was refused with an AttributeError of ours."""
+    graph = trace(Net(nn.GRUCell, input_size=8, hidden_size=8).double(), batch())
+    assert any(name.endswith("weight_hh") for name in graph.parameters)
+
+
 class Shared(nn.Module):
     """One layer in three places, as ALBERT has it, with a frozen weight in it."""
 
@@ -250,11 +257,46 @@ def test_the_number_of_samples_is_free_where_torch_would_choose_a_kernel_by_it()
 def test_what_is_no_module_or_no_batch_is_said() -> None:
     with pytest.raises(BadInput, match=r"before torch\.compile"):
         trace(torch.compile(Net()), batch())
+    with pytest.raises(BadInput, match=r"layer is compiled.*before torch\.compile"):
+        trace(nn.Sequential(OrderedDict(layer=torch.jit.script(nn.Linear(8, 8)))), batch()[:1])
     with pytest.raises(BadInput, match="pass a tuple"):
         trace(Net(), batch()[0])  # type: ignore[arg-type]
     module = Embedded(nn.Embedding(4, 8))
     with pytest.raises(BadInput, match="cannot be run on its own example inputs"):
         trace(module, (torch.full((6,), 9),))
+
+
+class Scattered(nn.Module):
+    """A graph's edges as a sparse matrix."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(8, 4), kept
+        edges = torch.eye(6).to_sparse()
+        if kept == "buffer":
+            self.register_buffer("edges", edges)
+        elif kept == "attribute":
+            self.edges = edges
+
+    def forward(self, values: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        if self.kept == "nowhere":
+            edges = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 2]]), torch.ones(2), (6, 6))
+        return torch.sparse.mm(edges if self.kept in ("input", "nowhere") else self.edges, self.layer(values)).sum()
+
+
+@pytest.mark.parametrize(
+    ("kept", "what"),
+    [
+        ("buffer", "'edges' is sparse"),
+        ("attribute", "a tensor of 'the module itself' is sparse"),
+        ("nowhere", "a tensor of 'the module itself' is sparse"),
+        ("input", "'input 1' is sparse"),
+    ],
+)
+def test_sparse_tensors_are_refused(kept: str, what: str) -> None:
+    edges = torch.eye(6)
+    with pytest.raises(BadInput, match=f"{what}.*index_add"):
+        trace(Scattered(kept), (torch.randn(6, 8), edges.to_sparse() if kept == "input" else edges))
 
 
 class Embedded(nn.Module):
