@@ -4,6 +4,7 @@ import json
 import mmap
 import os
 import re
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -94,7 +95,8 @@ class RunFolder:
         first checkpoint."""
         if self.metrics.exists() and not was_cut_off:
             raise BadInput(
-                f"{self.path}: this folder holds a run already; give another --run-dir, or continue it with --resume {self.path}."
+                f"{self.path}: this folder holds a run already; give another --run-dir, or continue it with --resume"
+                f" {shlex.quote(str(self.path))}."
             )
         self._check_files()
 

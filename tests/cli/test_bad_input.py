@@ -234,9 +234,9 @@ def test_a_missing_job_file_is_named(tmp_path):
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
     write_job(tmp_path / "job", cluster_name="detect", plan="auto")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    check_refused(train(tmp_path, "--run-dir", "run", size=1), "holds a run already", "--resume")
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "metrics.jsonl").write_text("")
+    check_refused(train(tmp_path, "--run-dir", "a run", size=1), "holds a run already", "--resume 'a run'")
 
 
 def test_a_world_of_another_size_than_the_cluster_is_refused(tmp_path):
