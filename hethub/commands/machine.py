@@ -11,6 +11,7 @@ from hethub.commands.common import (
     add_json,
     check_writable,
     command,
+    files_of,
     known_cluster,
     need_torch,
     path,
@@ -128,7 +129,8 @@ def doctor(options: argparse.Namespace) -> None:
 
 
 def _job(options: argparse.Namespace, writes: Path | None = None) -> "Job | None":
-    """The job that the command names, if it names one. Raises BadInput where one of its files is the one to write."""
+    """The job that the command names, if it names one. Raises BadInput where one of its files is the one to write; its
+    profile may be, which `hethub profile` measures anew."""
     from hethub.spec.job import load_job
 
     if options.job is None and options.set:
@@ -136,7 +138,8 @@ def _job(options: argparse.Namespace, writes: Path | None = None) -> "Job | None
     if options.job is None:
         return None
     job = load_job(options.job, options.set)
-    refuse_overwriting(writes, job.path, job.base / job.spec.model, job.base / job.spec.cluster)
+    job_file, model, cluster, *_ = files_of(job)
+    refuse_overwriting(writes, job_file, model, cluster)
     return job
 
 

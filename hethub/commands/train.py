@@ -101,7 +101,7 @@ def _run_plan(options: argparse.Namespace) -> bool:
 
 
 def _run_program(options: argparse.Namespace) -> bool:
-    from hethub.report.program import finish_program_run
+    from hethub.report.run import finish_program_run
     from hethub.runtime.program.train import train_program
 
     summary = train_program(

@@ -1,11 +1,10 @@
-"""Programs of strategy hap as tables on the terminal and as a page, and the end of a run under one."""
+"""Programs of strategy hap as tables on the terminal and as a page."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hethub.predictor.cost.profile import assumed_speeds
 from hethub.report.drawing import losses
@@ -25,9 +24,6 @@ from hethub.spec.program import (
     program_table,
     show_ratios,
 )
-
-if TYPE_CHECKING:
-    from hethub.runtime.program.train import ProgramSummary
 
 
 def print_program(
@@ -113,20 +109,3 @@ def report_program_run(folder: Path, out: Path) -> None:
     plan = load_program_plan(folder / "plan.yaml")
     made_for = plan.job or ProgramFor(cluster=load_cluster(folder / "cluster.yaml"))
     write_program_page(plan, made_for, out, f"run {folder.name}", RunFolder(folder).rows())
-
-
-def finish_program_run(summary: "ProgramSummary") -> None:
-    """Writes report.html into the run folder and prints predicted and measured side by side."""
-    report_program_run(summary.folder, summary.folder / "report.html")
-    console = make_console()
-    table = make_table("", "predicted", "measured (median)", "measured / predicted")
-    predicted, measured, items = summary.predicted_step_seconds, summary.measured_step_seconds, summary.items_per_step
-    table.add_row("step time", f"{predicted:.4g} s", f"{measured:.4g} s", f"{measured / predicted:.2f}")
-    rates = f"{items / predicted:,.0f}", f"{items / measured:,.0f}", f"{predicted / measured:.2f}"
-    table.add_row(f"{summary.items}/s", *rates)
-    console.print(table)
-    if summary.stopped_early:
-        console.print(
-            f"stopped on request at step {summary.last_step}; continue with --resume {shlex.quote(str(summary.folder))}"
-        )
-    console.print(f"loss {summary.first_loss:.4f} → {summary.last_loss:.4f}; run folder {summary.folder}")
