@@ -4,6 +4,7 @@ import contextlib
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class Context:
     emulation: Any = None
     """What makes the groups of an emulation, None elsewhere."""
     _bridges: dict[str, Bridge] = field(default_factory=dict)
+    _meetings: Counter[str] = field(default_factory=Counter)
     _releases: dict[str, "weakref.finalize[[str], dist.ProcessGroup]"] = field(default_factory=dict)
     _gloo_groups: list[tuple[torch_private.GlooGroup, int, int, str]] = field(default_factory=list)
     _nccl_groups: list[tuple[Any, str]] = field(default_factory=list)
@@ -137,12 +139,23 @@ class Context:
         if self._broken is not None:
             raise RunFailed(f"{what} cannot run on rank {self.rank}, behind an operation that failed: {self._broken}")
 
+    def meeting_place(self, what: str, name: str, members: Sequence[int]) -> str:
+        """Where the members of a group find each other in the store, this time.
+
+        torch counts each rank's groups to name them, so groups without a common member may have one name. With
+        `use_local_synchronization` it names them by their members: one made anew has the name of one destroyed, whose
+        members may not have read each other's addresses yet.
+        """
+        place = f"{what}/{name}/{members[0]}"
+        self._meetings[place] += 1
+        return f"{place}/{self._meetings[place]}"
+
     def gloo_group(
         self, name: str, members: Sequence[int], timeout_seconds: float | None = None
     ) -> torch_private.GlooGroup:
         """A Gloo group of its own for `members` (all of them ask for it at the same time)."""
         rank, size = members.index(self.rank), len(members)
-        key = f"gloo/{meeting_place(name, members)}"
+        key = self.meeting_place("gloo", name, members)
         return self._gloo_under(key, name, rank, size, timeout_seconds or self.timeout_seconds)
 
     def _gloo_under(self, key: str, name: str, rank: int, size: int, timeout_seconds: float) -> torch_private.GlooGroup:
@@ -156,7 +169,7 @@ class Context:
     ) -> Any:
         """The island's own library for messages or the legs of a group: NCCL or RCCL on devices, Gloo where host tensors
         are staged."""
-        key, place = f"native/{meeting_place(name, island)}", island.index(rank)
+        key, place = self.meeting_place("native", name, island), island.index(rank)
         if self.device.is_gpu:
             store = dist.PrefixStore(key, self.rendezvous.store)
             nccl = torch_private.create_nccl_group(
@@ -218,7 +231,7 @@ class Context:
 
     def _agree_on_number(self, name: str, members: Sequence[int]) -> int:
         """A number no other group of the world has, drawn by the group's first member."""
-        store = dist.PrefixStore(f"group-number/{meeting_place(name, members)}", self.rendezvous.store)
+        store = dist.PrefixStore(self.meeting_place("group-number", name, members), self.rendezvous.store)
         if self.rank == members[0]:
             store.set("number", str(self.rendezvous.store.add("group-numbers", 1)))
         number = int(store.get("number"))
@@ -263,12 +276,6 @@ class Context:
             self.rendezvous.finalize()  # waits for the other ranks, which are watched until then
         self.watch.close()
         self.callbacks.stop()
-
-
-def meeting_place(name: str, members: Sequence[int]) -> str:
-    """Where the members of a group find each other in the store. torch counts each rank's groups to name them, so groups
-    that have no member in common may have one name."""
-    return f"{name}/{members[0]}"
 
 
 def spanning_name(name: str) -> str:

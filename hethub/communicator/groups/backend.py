@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
-from hethub.communicator.context import Context, meeting_place
+from hethub.communicator.context import Context
 from hethub.communicator.groups.native import watch_group
 from hethub.communicator.groups.process_group import HethubGroup
 from hethub.communicator.joining.islands import parse_islands, restrict
@@ -68,7 +68,7 @@ def with_native_backends(group: dist.ProcessGroup, context: Context, options: An
     name, members = options.group_id, torch_private.global_ranks(options)
     context.release_with(group, name)
     gloo = context.gloo_group(name, members, options.timeout.total_seconds())
-    store = dist.PrefixStore(f"nccl/{meeting_place(name, members)}", context.rendezvous.store)
+    store = dist.PrefixStore(context.meeting_place("nccl", name, members), context.rendezvous.store)
     nccl = torch_private.attach_native(group, gloo, context.device, options, store)
     if nccl is not None:
         context.watch_nccl(nccl, name)

@@ -321,3 +321,28 @@ def test_a_group_made_anew_under_its_name_ends_with_the_world():
     outcomes = start_ranks(3, waiting_in_a_group_made_anew, environment={"HETHUB_ISLANDS": "0,1|2"}, timeout_seconds=60)
     for rank in (0, 1):  # it gives up by itself, or feels that the other one has
         assert "pair closure" in outcomes[rank].value or "by peer" in outcomes[rank].value
+
+
+def groups_made_anew_at_once(rank, store):
+    """Sums in groups of one name, each made as soon as this rank has destroyed the one before; rank 1 is late to delete
+    the addresses that both have read."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    delete, sums = torch_private.delete_when_read, []
+    if rank == 1:
+        torch_private.delete_when_read = lambda *read: (time.sleep(0.3), delete(*read))
+    for number in range(4 if rank < 2 else 0):
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        if number % 2:
+            tensor = torch.tensor([10.0 * rank + number])
+            dist.all_reduce(tensor, group=group)
+            sums.append(tensor.item())
+        dist.destroy_process_group(group)
+    dist.barrier()
+    dist.destroy_process_group()
+    return sums
+
+
+@pytest.mark.parametrize("islands", ["0,1|2", "0|1,2"])
+def test_a_group_may_be_made_anew_before_others_have_left_the_last(islands):
+    outcomes = start_ranks(3, groups_made_anew_at_once, environment={"HETHUB_ISLANDS": islands}, timeout_seconds=60)
+    assert values(outcomes) == [[12.0, 16.0]] * 2 + [[]]
