@@ -68,7 +68,7 @@ def with_native_backends(group: dist.ProcessGroup, context: Context, options: An
     name, members = options.group_id, torch_private.global_ranks(options)
     context.release_with(group, name)
     gloo = context.gloo_group(name, members, options.timeout.total_seconds())
-    store = dist.PrefixStore(context.meeting_place("nccl", name, members), context.rendezvous.store)
+    store = dist.PrefixStore(context.meeting_place("native", name, members), context.rendezvous.store)
     nccl = torch_private.attach_native(group, gloo, context.device, options, store)
     if nccl is not None:
         context.watch_nccl(nccl, name)
