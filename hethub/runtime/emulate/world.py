@@ -118,6 +118,7 @@ class EmulatedGroup(HethubGroup):
     def __init__(self, emulation: Emulation, *args: Any) -> None:
         super().__init__(*args)
         self._emulation = emulation
+        self._free_at = 0.0  # when the operation before ends: a group runs them one at a time
         context, members, name = args[:3]
         self._stamps = context.gloo_group(f"stamps/{name}", members)
         self._name_of_stamps = f"stamps/{name}"
@@ -137,7 +138,7 @@ class EmulatedGroup(HethubGroup):
         return EmulatedWork([super()._submit(name, timed, tensors, opts, chosen)], self._emulation.clock, end)
 
     def _agree_on_end(self, name: str, entered: float, num_bytes: int, end: torch.Tensor) -> None:
-        """Writes to `end` when the operation ends: it starts when the last member has come."""
+        """Writes to `end` when the operation ends: it starts when the last member has come and the one before is over."""
         own = torch.tensor([entered, num_bytes], dtype=torch.float64)
         rows = [torch.empty(2, dtype=torch.float64) for _ in self.members]
         self._stamps.allgather([rows], [own]).wait()
@@ -145,7 +146,8 @@ class EmulatedGroup(HethubGroup):
             entries, sizes = torch.stack(rows).unbind(1)
             whole = sizes.sum() if name in _BY_PARTS else sizes.max()
             transfer = self._emulation.network.collective(name, self.members, int(whole))
-            end[0] = self._emulation.end_of(transfer, float(entries.max()))
+            self._free_at = self._emulation.end_of(transfer, max(self._free_at, float(entries.max())))
+            end[0] = self._free_at
         self._stamps.broadcast(end, 0).wait()
 
 
