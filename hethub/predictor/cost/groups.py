@@ -8,6 +8,7 @@ from itertools import permutations
 from typing import Literal, NamedTuple
 
 Operation = Literal["reduce_scatter", "all_gather", "all_reduce"]
+UNEVEN = 1.25  # times what even parts take: Cephalo's figure (arXiv 2411.01075)
 
 
 class Exchanged(NamedTuple):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.groups import UNEVEN
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.resources import Link
@@ -44,15 +45,16 @@ class ClusterNetwork:
         interfaces = (self._slots[kind, ends[0], "out"], self._slots[kind, ends[1], "in"])
         return Transfer(num_bytes * link.seconds_per_byte, link.latency_seconds, interfaces)
 
-    def collective(self, name: str, ranks: Sequence[int], num_bytes: int) -> Transfer:
+    def collective(self, name: str, ranks: Sequence[int], num_bytes: int, parts: Sequence[int] = ()) -> Transfer:
         """A collective on all interfaces its members have; what else these carry comes before or after."""
         if len(ranks) == 1 or not num_bytes:
             return Transfer(0.0, 0.0, ())
         if name == "broadcast":
             return self._on_its_way(ranks[0], ranks[1], num_bytes, self._network.broadcast(tuple(ranks)))
-        group = self._network.group(ranks)
+        group = self._network.group(ranks, dict(zip(ranks, parts, strict=True)) if parts else None)
         seconds = self._network.all_reduce if name.startswith("all_reduce") else self._network.reduce_scatter
-        whole = seconds(group, num_bytes)
+        is_even = not parts or max(parts) - min(parts) < len(parts)  # but for what cannot be divided
+        whole = seconds(group, num_bytes) * (1.0 if is_even else UNEVEN)
         latency = min(whole, seconds(group, 1e-6))
         machines = [machine for machine, _ in group.machines]
         kinds = {"bridge", "nic"} if len(group.islands) > 1 else {"nic"} if len(machines) > 1 else {"rank"}

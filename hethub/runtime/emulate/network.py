@@ -39,8 +39,9 @@ class EmulatedNetwork(Protocol):
 
     def message(self, source: int, target: int, num_bytes: int) -> Transfer: ...
 
-    def collective(self, name: str, ranks: Sequence[int], num_bytes: int) -> Transfer:
-        """`num_bytes`: of the whole tensor, whatever part of it a rank gets or gives."""
+    def collective(self, name: str, ranks: Sequence[int], num_bytes: int, parts: Sequence[int] = ()) -> Transfer:
+        """`num_bytes`: of the whole tensor, whatever part of it a rank gets or gives. `parts`: how many elements of it
+        each rank owns, where that is told."""
 
 
 class EmulatedClock:

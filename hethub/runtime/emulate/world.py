@@ -18,10 +18,12 @@ from hethub.communicator.groups import backend
 from hethub.communicator.groups.process_group import HethubGroup, Run, Tensors, Words
 from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.setup import connecting, make_context
+from hethub.communicator.work import HethubWork
 from hethub.communicator.world import World
 from hethub.kernels.device import Device
 from hethub.runtime.emulate.network import EmulatedClock, EmulatedNetwork, Fabric, Transfer
 from hethub.spec.errors import BadInput
+from hethub.spec.ranges import Range
 
 _STAMP_TAGS = 2**29  # beyond all tags of the runtime's messages
 
@@ -119,6 +121,7 @@ class EmulatedGroup(HethubGroup):
         super().__init__(*args)
         self._emulation = emulation
         self._free_at = 0.0  # when the operation before ends: a group runs them one at a time
+        self._parts: list[int] = []  # that the members own of the next operation by ranges
         context, members, name = args[:3]
         self._stamps = context.gloo_group(f"stamps/{name}", members)
         self._name_of_stamps = f"stamps/{name}"
@@ -127,17 +130,28 @@ class EmulatedGroup(HethubGroup):
         super().shutdown()
         self.context.release(self._name_of_stamps)
 
+    def reduce_scatter_ranges(
+        self, output: torch.Tensor, sources: Tensors, ranges: Sequence[Range], op: Any, name: str
+    ) -> HethubWork:
+        self._parts = [own.size for own in ranges]
+        return super().reduce_scatter_ranges(output, sources, ranges, op, name)
+
+    def all_gather_ranges(self, flat_output: torch.Tensor, ranges: Sequence[Range], name: str) -> HethubWork:
+        self._parts = [own.size for own in ranges]
+        return super().all_gather_ranges(flat_output, ranges, name)
+
     def _submit(self, name: str, job: Run, tensors: Tensors, opts: Any = None, chosen: Words | None = None) -> Any:
+        parts, self._parts = self._parts, []
         entered, end = self._emulation.clock.at, torch.zeros(1, dtype=torch.float64)
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
         def timed() -> None:
             job()
-            self._agree_on_end(name, entered, num_bytes, end)
+            self._agree_on_end(name, entered, num_bytes, parts, end)
 
         return EmulatedWork([super()._submit(name, timed, tensors, opts, chosen)], self._emulation.clock, end)
 
-    def _agree_on_end(self, name: str, entered: float, num_bytes: int, end: torch.Tensor) -> None:
+    def _agree_on_end(self, name: str, entered: float, num_bytes: int, parts: Sequence[int], end: torch.Tensor) -> None:
         """Writes to `end` when the operation ends: it starts when the last member has come and the one before is over."""
         own = torch.tensor([entered, num_bytes], dtype=torch.float64)
         rows = [torch.empty(2, dtype=torch.float64) for _ in self.members]
@@ -145,7 +159,7 @@ class EmulatedGroup(HethubGroup):
         if self._rank == 0:
             entries, sizes = torch.stack(rows).unbind(1)
             whole = sizes.sum() if name in _BY_PARTS else sizes.max()
-            transfer = self._emulation.network.collective(name, self.members, int(whole))
+            transfer = self._emulation.network.collective(name, self.members, int(whole), parts)
             self._free_at = self._emulation.end_of(transfer, max(self._free_at, float(entries.max())))
             end[0] = self._free_at
         self._stamps.broadcast(end, 0).wait()

@@ -25,3 +25,15 @@ def test_an_all_reduce_costs_what_the_predictor_says():
     way = network.collective("all_reduce", [0, 1, 2, 3], 10**7)
     expected = network._network.all_reduce(network._network.group([0, 1, 2, 3]), 10**7)
     assert way.hold_seconds + way.latency_seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("parts", [(250, 250, 250, 253), (400, 200, 200, 203)])
+def test_what_ranks_own_unevenly_takes_longer_as_predicted(parts):
+    """An island of two owns half or 60 %, and only what cannot be divided counts as even."""
+    network = ClusterNetwork(ClusterSpec.model_validate(EMULATED))
+    way = network.collective("reduce_scatter_by_ranges", [0, 1, 2, 3], 10**7, parts)
+    group = network._network.group([0, 1, 2, 3], dict(enumerate(parts)))
+    uneven = 1.25 if parts[0] == 400 else 1.0
+    assert way.hold_seconds + way.latency_seconds == pytest.approx(
+        uneven * network._network.reduce_scatter(group, 10**7)
+    )

@@ -23,7 +23,7 @@ class SlowLine:
     def message(self, source, target, num_bytes):
         return Transfer(num_bytes / 1000, 2.0, ((0,),))
 
-    def collective(self, name, ranks, num_bytes):
+    def collective(self, name, ranks, num_bytes, parts=()):
         return Transfer(num_bytes / 1000, 2.0, ((0,),))
 
 
@@ -61,12 +61,14 @@ def messages(world):
 
 
 def collectives(world):
-    """Rank 1 computes for ten seconds before it joins; when each is through."""
+    """Rank 1 computes for ten seconds before it joins two, begun at once; when each is through."""
     world.clock.begin(10.0 * world.rank)
     world.clock.end()
-    summed = torch.full((250,), float(world.rank + 1))
-    dist.all_reduce(summed, group=world.group([0, 1]))
-    return [world.clock.at], summed.tolist()
+    summed, ends = [torch.full((250,), float(world.rank + 1)) for _ in range(2)], []
+    for work in [dist.all_reduce(one, group=world.group([0, 1]), async_op=True) for one in summed]:
+        work.wait()
+        ends.append(world.clock.at)
+    return ends, torch.cat(summed).tolist()
 
 
 def held():
@@ -104,9 +106,16 @@ def test_messages_take_the_line_in_turn_and_are_there_a_latency_later():
 
 
 def test_a_collective_starts_with_its_last_member_and_ends_for_all_at_once():
-    ((one,), first), ((other,), second) = through("collectives")
-    assert one == other >= 13.0
-    assert first == second == [3.0] * 250
+    (ends, first), (others, second) = through("collectives")
+    assert ends == others
+    assert ends[0] >= 13.0
+    assert first == second == [3.0] * 500
+
+
+def test_a_group_runs_its_collectives_one_at_a_time():
+    """The second held the line behind the first and was there a latency later: both hid one latency."""
+    (ends, _), _ = through("collectives")
+    assert ends[1] - ends[0] == pytest.approx(3.0, abs=1e-3)
 
 
 @pytest.fixture
