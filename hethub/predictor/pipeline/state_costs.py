@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import is_cpu
-from hethub.predictor.cost.groups import Group, Operation
+from hethub.predictor.cost.groups import UNEVEN, Group, Operation
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.node_links import host_gbytes_per_second
 from hethub.predictor.cost.software import Software, element_bytes, gradient_bytes
@@ -90,24 +90,34 @@ class StateCosts:
 
     @memoized
     def replica_group(self, stage: int, position: int) -> Group:
-        """The ranks at one position of every replica: who sums one shard's gradients."""
+        """The ranks at one position of every replica: who sums one shard's gradients. Positions are those of the widest
+        replica, and several of its ranks hold what one of a narrower replica does."""
         own = self.layout.stages[stage]
-        ranks = [replica.ranks[min(position, replica.tp - 1)] for replica in own.replicas]
+        widest = max(replica.tp for replica in own.replicas)
+        ranks = [replica.ranks[position * replica.tp // widest] for replica in own.replicas]
         return self.network.group(ranks, own.every_state_share)
 
     @memoized
-    def _unlike_groups(self, stage: int) -> dict[Group, int]:
-        """The groups of a stage's positions, and how many like each share an interface."""
-        positions = range(max(replica.tp for replica in self.layout.stages[stage].replicas))
-        return {group: self.network.sharing(group) for group in {self.replica_group(stage, p) for p in positions}}
+    def rings(self, stage: int) -> list[tuple[Group, int, float]]:
+        """The unlike groups that sum a stage's gradients, how many like each share an interface, and what part of a rank's
+        parameters each sums: all, or a head of keys and values that several ranks of a replica hold."""
+        replicas, heads = self.layout.stages[stage].replicas, self.model.num_kv_heads
+        widest = max(replica.tp for replica in replicas)
+        found = {self.replica_group(stage, position): 1.0 for position in range(widest)}
+        if widest > heads * self.software.context_parallel:
+            part = 2 * self.model.hidden * self.model.head_size / self.model.layer_parameters
+            for head in range(heads):
+                holders = [r.ranks[head * r.tp // heads : -(-(head + 1) * r.tp // heads)] for r in replicas]
+                found.setdefault(self.network.group(sum(holders, ())), part)
+        return [(group, self.network.sharing(group), part) for group, part in found.items()]
 
     def ring_seconds(self, stage: int, num_bytes: float) -> float:
         """Seconds of a reduce-scatter or an all-gather over a stage's replicas, where nothing is sharded of half an
-        all-reduce, at the position where it takes longest."""
+        all-reduce, in the group where it takes longest."""
         operation: Operation = "reduce_scatter" if self.layout.stages[stage].zero else "all_reduce"
-        return max(
-            self.network.reduce_scatter(group, num_bytes, sharing, operation)
-            for group, sharing in self._unlike_groups(stage).items()
+        return self._unevenness(stage) * max(
+            self.network.reduce_scatter(group, part * num_bytes, sharing, operation)
+            for group, sharing, part in self.rings(stage)
         )
 
     def most_parameters(self, stage: int, portion: Portion | None = None) -> float:
@@ -203,7 +213,7 @@ class StateCosts:
         return self.model.hidden * max(widths.vocab for widths in replica_widths(self.model, replica, self.software))
 
     def _over_replicas(self, stage: int, portion: Portion | None) -> Reduction:
-        stage_spec = self.layout.stages[stage]
+        stage_spec, ends = self.layout.stages[stage], portion or self.whole[stage]
         if len(stage_spec.replicas) * self.software.context_parallel == 1:
             return Reduction(0.0, 0.0, 0.0)
         parameters = self.most_parameters(stage, portion)
@@ -211,17 +221,15 @@ class StateCosts:
         tail = min(1.0, BUCKET_BYTES / num_bytes) if self.software.overlapped_reduction else 1.0
         if stage_spec.zero == 0:
             return self._beside_backward(stage, portion, 2.0 * self.ring_seconds(stage, num_bytes), tail, 0.0)
-        uneven = self._unevenness(stage)
-        gather = uneven * self.ring_seconds(stage, parameters * self.width)
+        by_layer = self._by_layer(stage, ends, self.width)
+        gather = self.ring_seconds(stage, parameters * self.width) if stage_spec.zero == 1 else sum(by_layer)
         if stage_spec.zero < 3 and self.software.overlapped_gather and "parameters" not in stage_spec.offload:
-            ends = portion or self.whole[stage]
             shown = max(gather * tail, excess(gather, self._passes(stage, ends)[0], ends.layers))
             gather = shown + self._overlap_cost(stage) * (gather - shown)
         if stage_spec.zero == 1:
-            return self._beside_backward(stage, portion, uneven * self.ring_seconds(stage, num_bytes), tail, gather)
-        ends = portion or self.whole[stage]
+            return self._beside_backward(stage, portion, self.ring_seconds(stage, num_bytes), tail, gather)
         if stage_spec.zero == 3:  # a step's first weights come before anything that would hide them
-            gather = self._by_layer(stage, ends, self.width)[0] if self.in_rounds(stage) else 0.0
+            gather = by_layer[0] if self.in_rounds(stage) else 0.0
         last = self.reduce_seconds(stage, ends)[0] if self.software.gathers_ahead else 0.0
         norms = self.norms_seconds(stage, ends)
         return Reduction(last + norms, last + norms, gather + norms)
@@ -366,12 +374,8 @@ class StateCosts:
     @memoized
     def _by_layer(self, stage: int, portion: Portion, bytes_per_parameter: int) -> list[float]:
         """A collective per layer over the replicas of a stage; embedding and head go with the layer beside them."""
-
-        def seconds(of: Portion) -> float:
-            num_bytes = self.most_parameters(stage, of) * bytes_per_parameter
-            return self._unevenness(stage) * self.ring_seconds(stage, num_bytes)
-
-        return self._each_layer(portion, seconds)
+        width = bytes_per_parameter
+        return self._each_layer(portion, lambda of: self.ring_seconds(stage, width * self.most_parameters(stage, of)))
 
     @staticmethod
     def _each_layer(portion: Portion, seconds: Callable[[Portion], float]) -> list[float]:
@@ -389,6 +393,6 @@ class StateCosts:
 
     def _unevenness(self, stage: int) -> float:
         """How much longer collectives over uneven shares take: as many buckets as the smallest share allows are cut
-        evenly, the others take 1.25 times as long (Cephalo's figure, arXiv 2411.01075)."""
+        evenly."""
         shares = self.layout.stages[stage].every_state_share.values()
-        return 1.0 + 0.25 * (1.0 - min(1.0, len(shares) * min(shares))) if shares else 1.0
+        return 1.0 + (UNEVEN - 1.0) * (1.0 - min(1.0, len(shares) * min(shares))) if shares else 1.0

@@ -1,5 +1,7 @@
 """Collectives over a stage's replicas are priced by where these are, not by the order in which a plan names them."""
 
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -10,17 +12,19 @@ from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
+from hethub.spec.layout.state import StateMap
+from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
 from tests.predictor.plans import LLAMA_8B, cluster, uniform
 
 
-def one_stage(on: ClusterSpec, *replicas: list[int], **stage: Any) -> Layout:
+def one_stage(on: ClusterSpec, *replicas: list[int], model: ModelSpec = LLAMA_8B, **stage: Any) -> Layout:
     given = [{"ranks": ranks, "micro_batch": 1, "samples": 8} for ranks in replicas]
     plan = {
-        "model": LLAMA_8B.name, "cluster": on.name, "global_batch": 8 * len(replicas), "seq_len": 2048, "precision": "bf16",
-        "stages": [{"layers": [[0, LLAMA_8B.layers]], "replicas": given, "zero": 1, **stage}],
+        "model": model.name, "cluster": on.name, "global_batch": 8 * len(replicas), "seq_len": 2048, "precision": "bf16",
+        "stages": [{"layers": [[0, model.layers]], "replicas": given, "zero": 1, **stage}],
     }  # fmt: skip
-    return bind(PlanSpec.model_validate(plan), LLAMA_8B, on)
+    return bind(PlanSpec.model_validate(plan), model, on)
 
 
 @pytest.mark.parametrize("smaller", [2, 4])
@@ -58,7 +62,34 @@ def test_both_ends_of_a_tied_head_send_its_new_weights() -> None:
 def test_uneven_shares_cost_what_cephalo_found() -> None:
     """A quarter for one of two ranks leaves half of the buckets even; the others take 1.25 times as long."""
     layout = one_stage(cluster(("A100-SXM4-80GB", 2, 1)), [0], [1], zero=2, state_shares={0: 0.25})
-    costs = StateCosts(layout, HETHUB, Network(layout.cluster), lambda stage, portion: (1.0, 2.0))
+    network = Network(layout.cluster)
+    costs = StateCosts(layout, HETHUB, network, lambda stage, portion: (1.0, 2.0))
     layer = Portion(1, False, False)
-    even = costs.ring_seconds(0, 4 * LLAMA_8B.layer_parameters)
+    even = network.reduce_scatter(network.group([0, 1]), 4 * LLAMA_8B.layer_parameters)
     assert costs.reduce_seconds(0, layer) == pytest.approx([1.125 * even])
+
+
+@pytest.mark.parametrize("heads", [8, 2])
+@pytest.mark.parametrize("degrees", [(4, 4), (1, 4, 1), (2, 4), (2, 8), (1, 2, 8)])
+def test_gradients_are_priced_in_the_groups_that_sum_them(degrees: tuple[int, ...], heads: int) -> None:
+    """Each rank on a machine of its own, so that a group tells its ranks. Of degrees 2 and 4 the second rank of two was
+    priced beside all but the first of four, and heads of keys and values that ranks share were not."""
+    on, model = cluster(("A100-SXM4-80GB", sum(degrees), 1)), LLAMA_8B.replace(kv_heads=heads)
+    ends = list(accumulate(degrees, initial=0))
+    layout = one_stage(on, *(list(range(*own)) for own in pairwise(ends)), model=model, zero=2)
+    network = Network(on)
+    costs = StateCosts(layout, HETHUB, network, lambda stage, portion: (1.0, 2.0))
+    pieces = [piece for bucket in StateMap(layout).buckets for piece in bucket.pieces]
+    summed = {network.group(piece.group.contributors).machines for piece in pieces}
+    assert {group.machines for group, _, _ in costs.rings(0)} == summed
+
+
+def test_new_weights_under_zero_2_come_layer_by_layer() -> None:
+    """They were priced as one collective, with one latency for all layers."""
+    on = cluster(("A100-SXM4-80GB", 2, 1))
+    layout, network, layers = one_stage(on, [0], [1], zero=2), Network(on), Portion(3, False, False)
+    shown = replace(HETHUB, overlapped_gather=False)
+    costs = StateCosts(layout, shown, network, lambda stage, portion: (1.0, 2.0))
+    layer = network.reduce_scatter(network.group([0, 1]), 2 * LLAMA_8B.layer_parameters)
+    found = costs.reduction(0, layers).gather_seconds - costs.norms_seconds(0, layers)
+    assert found == pytest.approx(3 * layer, rel=1e-9)

@@ -123,7 +123,7 @@ class StateTraffic:
         if len(spec.replicas) == 1:
             return 0.0
         leader = spec.replicas[replica]
-        groups = [self.state.replica_group(stage, position) for position in range(cuts if leader.tp == 1 else 1)]
+        groups = [self.state.replica_group(stage, position) for position in range(-(-cuts // leader.tp))]
         return sum(
             self.state.network.rank_bytes(group, leader.ranks[0], own, num_bytes, operation)
             for group in groups
