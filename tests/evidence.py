@@ -56,7 +56,7 @@ PROOFS = {
     ],
     "planner-recipes": ["benchmarks/recipes.py"],
     "planner-peers": ["benchmarks/peers.py"],
-    "rehearsed": ["benchmarks/rehearsed.py", "--plans", "24", "--seed", "12"],
+    "rehearsed": ["benchmarks/rehearsed.py", "--plans", "60", "--seed", "15"],
     "links": ["benchmarks/links.py"],
     "memory": ["benchmarks/memory.py"],
     "planned-memory": ["benchmarks/memory.py", "--planned", "12"],
