@@ -12,6 +12,17 @@ MOST_SPREAD = 1.5  # between the times of rows that are alike otherwise
 ENOUGH_PLANS = 5  # in a sweep, for its ranking to mean something
 
 
+def row(name: str, source: str, measured_seconds: float, predicted_seconds: float) -> dict[str, Any]:
+    """One measured step or layer beside its prediction."""
+    return {
+        "id": name,
+        "source": source,
+        "measured_seconds": measured_seconds,
+        "predicted_seconds": predicted_seconds,
+        "error_percent": 100.0 * (predicted_seconds / measured_seconds - 1.0),
+    }
+
+
 def summary(errors: Sequence[float], groups: Sequence[str]) -> dict[str, Any]:
     """Means of |error| in per cent: over rows, over groups, the median, the largest, and each group's own."""
     of: dict[str, list[float]] = {}
