@@ -221,9 +221,9 @@ class Problem:
                 start += size
         return tuple(found)
 
-    def of_device_types(self, device_types: Sequence[int]) -> "Problem":
-        """The same problem on some device types' accelerators alone, whose ranks are counted anew."""
-        return self.on(_only(self.cluster, [self.device_types[device_type] for device_type in device_types]))
+    def of_device_type(self, device_type: int) -> "Problem":
+        """The same problem on a device type's accelerators alone, whose ranks are counted anew."""
+        return self.on(_only(self.cluster, self.device_types[device_type]))
 
     def with_constraints(self, constraints: ConstraintsSpec) -> "Problem":
         """The same question under other constraints."""
@@ -259,9 +259,9 @@ def _device_type(machines: dict[int, list[Place]]) -> DeviceType:
     )
 
 
-def _only(cluster: ClusterSpec, device_types: Sequence[DeviceType]) -> ClusterSpec:
-    """The nodes of some device types as a cluster of their own."""
-    wanted = {cluster.places[rank].node.name for device_type in device_types for rank in device_type.ranks}
+def _only(cluster: ClusterSpec, device_type: DeviceType) -> ClusterSpec:
+    """The nodes of a device type as a cluster of their own."""
+    wanted = {cluster.places[rank].node.name for rank in device_type.ranks}
     nodes = tuple(node for node in cluster.nodes if node.name in wanted)
-    names = " and ".join(f"{device_type.accelerator.name} ({device_type.island})" for device_type in device_types)
-    return cluster.replace(name=f"{cluster.name}, {names} alone", nodes=nodes, links=cluster.links.among(wanted))
+    name = f"{cluster.name}, {device_type.accelerator.name} ({device_type.island}) alone"
+    return cluster.replace(name=name, nodes=nodes, links=cluster.links.among(wanted))
