@@ -211,8 +211,7 @@ class Network:
     @memoized
     def broadcast(self, ranks: tuple[int, ...]) -> Link:
         """The way from a replica's first rank to its others: along a ring, which takes all links between them."""
-        first, (node, *_) = self.link(ranks[0], ranks[1]), (self.places[rank].node for rank in ranks)
-        group = self.group(ranks)
+        first, node, group = self.link(ranks[0], ranks[1]), self.places[ranks[0]].node, self.group(ranks)
         if len(group.machines) > 1:
             return first
         pair, ring = self._in_node(node, 2, self.joined(ranks[:2])), self._in_node(node, group.size, group.joined)

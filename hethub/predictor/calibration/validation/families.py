@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hethub.predictor.calibration.sources.training_steps import Case
-from hethub.predictor.calibration.validation.errors import ENOUGH_PLANS, MEASURED, SWEEP_COLUMNS
+from hethub.predictor.calibration.validation.errors import ENOUGH_PLANS, run_of, sweep_of
 from hethub.predictor.cost.constants import family, peak_flops
 from hethub.predictor.cost.intervals import COVERAGE
 from hethub.predictor.cost.operators import model_flops
@@ -89,7 +89,7 @@ def order(cases: Sequence[Case], errors: np.ndarray) -> dict[str, Any]:
     costs: means over sweeps."""
     sweeps = defaultdict[tuple[str, ...], list[int]](list)
     for row, case in enumerate(cases):
-        sweeps[tuple(case.row.get(column, "") for column in SWEEP_COLUMNS)].append(row)
+        sweeps[sweep_of(case)].append(row)
     measured = log_measured(cases)
     predicted, right, pairs, regrets = measured + errors, 0, 0, {}
     for key, rows in sweeps.items():
@@ -129,9 +129,7 @@ def repeated(cases: Sequence[Case]) -> float:
     """The mean spread in per cent of rows that are the same in all but their time: no prediction can be nearer."""
     alike = defaultdict[tuple[tuple[str, str], ...], list[float]](list)
     for case in cases:
-        alike[tuple((key, value) for key, value in case.row.items() if key not in MEASURED)].append(
-            case.measured_seconds
-        )
+        alike[run_of(case)].append(case.measured_seconds)
     spread = [abs(one / float(np.median(own)) - 1) for own in alike.values() if len(own) > 1 for one in own]
     return 100.0 * fmean(spread) if spread else 0.0
 
