@@ -160,7 +160,7 @@ def makers(bench: Bench) -> None:
     alone = plan(MODEL, on, (global_batch, SEQ_LEN, PRECISION)).homogeneous_parts
     bound = 0.0
     for index, kind in enumerate(alone):
-        layout = bind(kind.plan, MODEL, problem.of_device_types([index]).cluster)
+        layout = bind(kind.plan, MODEL, problem.of_device_type(index).cluster)
         bound += bench.run(case, f"{kind.island} alone, batch {kind.global_batch}", layout).tokens_per_second
     share = mixed.tokens_per_second / bound
     bench.found(f"{case}: auto / upper bound", f"{share:.3f}", "≥ 0.975 (HETHUB: 0.9749)", share >= 0.975)

@@ -34,7 +34,7 @@ from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.replay import NONE, TaskGraph, replay
 from hethub.predictor.pipeline.task_graph import Compute
-from hethub.predictor.pipeline.traffic.link_loads import UNPACED
+from hethub.predictor.pipeline.traffic.link_loads import Paces
 from hethub.predictor.pipeline.wiring import Wiring
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
@@ -92,7 +92,7 @@ def _simulate(layout: Layout, costs: PlanCosts, result: Connection) -> None:
         ["links", *(f"--cfg={key}:{value}" for key, value in SETTINGS.items()), "--log=root.thres:error"]
     )
     unpaced = PlanCosts(layout, HETHUB, packaged())
-    unpaced.paces = lambda *flow: (UNPACED, UNPACED)  # type: ignore[method-assign]
+    unpaced.paces = lambda *flow: (Paces(0.0, 0.0), Paces(0.0, 0.0))  # type: ignore[method-assign]
     compute = Compute(Wiring(layout, True), unpaced)
     graph, network = compute.graph, costs.network
     assert not any(graph.needs.values())
@@ -173,7 +173,7 @@ def main() -> None:
         layout = drawn(chance, options.schedules)
         costs = PlanCosts(layout, HETHUB, packaged())
         compute, unpaced = Compute(Wiring(layout, True), costs), PlanCosts(layout, HETHUB, packaged())
-        unpaced.paces = lambda *flow: (UNPACED, UNPACED)  # type: ignore[method-assign]
+        unpaced.paces = lambda *flow: (Paces(0.0, 0.0), Paces(0.0, 0.0))  # type: ignore[method-assign]
         truth = simulated(layout, costs)
         paced, before = (
             max(replay(own.graph)) / truth - 1 for own in (compute, Compute(Wiring(layout, True), unpaced))

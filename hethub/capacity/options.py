@@ -1,7 +1,7 @@
 """Clusters that answer a capacity question: what each takes in time, money and energy, and which are on the frontier."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from hethub.capacity.catalogue import CatalogueSpec, cluster_of
@@ -133,7 +133,7 @@ def mark_frontier(options: Sequence[Option]) -> list[Option]:
         others = [(other.days, height(other, priced)) for other in options if other is not option]
         return any(days <= mine[0] and cost <= mine[1] and (days, cost) != mine for days, cost in others)
 
-    return [Option(**{**asdict(option), "on_frontier": not beaten(option)}) for option in options]
+    return [replace(option, on_frontier=not beaten(option)) for option in options]
 
 
 def have_prices(options: Sequence[Option]) -> bool:

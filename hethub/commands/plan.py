@@ -175,11 +175,11 @@ def predict(options: argparse.Namespace) -> None:
     prediction = make_prediction(
         layout,
         reserve=job.reserve,
-        makers_alone_tokens_per_second=chosen.makers_alone_tokens_per_second,
         with_timeline=options.trace is not None,
         profile=profile,
         software=software,
     )
+    prediction = prediction.beside_makers_alone(chosen.makers_alone_tokens_per_second)
     prediction = with_staging(prediction, layout, profile, software)
     written = []
     if options.trace is not None:

@@ -1,9 +1,9 @@
 """From a question to an answer: strategy, search, bounds, runners-up, or the reason why no plan fits."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from itertools import islice, takewhile
 from operator import itemgetter
 
@@ -25,7 +25,6 @@ from hethub.planner.problem.problem import Batch, Problem
 from hethub.planner.result import FamilyRow, PlanResult, RunnerUp
 from hethub.planner.search.auto import add_whole_plans, search, search_family
 from hethub.planner.search.effort import effort_for
-from hethub.predictor import Prediction
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.spec.accelerator import Precision
@@ -75,10 +74,10 @@ def plan(
         rows = _families(incumbent, strategy) if explain else {}
         if strategy == "auto":
             best = incumbent.best  # a family's plan, where explaining found a faster one
-        fastest, outlooks = _confirmed(incumbent, best, strategy), Outlooks(problem, processes)
+        fastest, outlooks = confirmed(incumbent, best, strategy), Outlooks(problem, processes)
         best = _steadiest(incumbent, outlooks, fastest) if strategy == "auto" else fastest
         alone = found_alone()
-    prediction = _bounded(best.prediction, alone)
+    prediction = best.prediction.beside_makers_alone(makers_alone_tokens_per_second(alone))
     tokens, outlook = problem.batch.global_batch * problem.batch.seq_len, outlooks.of(best.plan)
     return PlanResult(
         plan=best.plan,
@@ -114,21 +113,7 @@ def _alone(incumbent: Incumbent, wanted: bool, processes: int) -> Iterator[Calla
         yield lambda: found() if wanted and not incumbent.out_of_time else None
 
 
-def _bounded(prediction: Prediction, alone: Alone) -> Prediction:
-    """The prediction beside what the device types reach alone."""
-    bound = makers_alone_tokens_per_second(alone)
-    percent = 100.0 * prediction.tokens_per_second / bound if bound else None
-    return replace(prediction, makers_alone_tokens_per_second=bound, percent_of_makers_alone=percent)
-
-
-def answer(problem: Problem, strategy: str = "auto") -> Evaluation:
-    """The strategy's best plan for a posed problem, without bounds and explanations. Raises BadInput where none
-    fits."""
-    incumbent = Incumbent(problem)
-    return _confirmed(incumbent, find(incumbent, strategy), strategy)
-
-
-def _confirmed(incumbent: Incumbent, best: Evaluation | None, strategy: str) -> Evaluation:
+def confirmed(incumbent: Incumbent, best: Evaluation | None, strategy: str) -> Evaluation:
     """The first of the answer and its runners-up that binds in full; the search takes short cuts for alike plans.
     Raises BadInput where none fits.
 
@@ -200,7 +185,7 @@ def _is_answered_freely(incumbent: Incumbent) -> bool:
     other = Incumbent(free)
     if not search(other, effort_for(free)):
         return False
-    own = _steadiest(other, Outlooks(free), _confirmed(other, other.best, "auto"))
+    own = _steadiest(other, Outlooks(free), confirmed(other, other.best, "auto"))
     incumbent.admit(other)
     return incumbent.evaluator.is_allowed(own.candidate, own.plan)
 
@@ -224,7 +209,8 @@ def _steadiest(incumbent: Incumbent, outlooks: Outlooks, fastest: Evaluation) ->
         return chosen
     unlike = takewhile(lambda own: own.seconds < least, _unlike(incumbent, fastest))
     near = list(islice(unlike, WIDER * most))
-    near += takewhile(lambda own: own.seconds < least, _of_other_ranks(incumbent, [fastest, *near]))
+    of_other_ranks = _first_of_each(incumbent, lambda own: own.plan.unused, [fastest, *near])
+    near += takewhile(lambda own: own.seconds < least, of_other_ranks)
     middles = outlooks.in_the_middle([own.plan for own in near])
     for middle, evaluation in sorted(zip(middles, near, strict=True), key=itemgetter(0))[:most]:
         if middle >= least or incumbent.out_of_time:
@@ -238,20 +224,17 @@ def _steadiest(incumbent: Incumbent, outlooks: Outlooks, fastest: Evaluation) ->
 def _unlike(incumbent: Incumbent, other: Evaluation) -> Iterator[Evaluation]:
     """The plans that bind and differ from one and from each other in more than ZeRO levels, samples and microbatches in
     flight, the fastest first."""
-    seen = {_shape(incumbent.problem, other)}
-    for evaluation in incumbent.ranked:
-        shape = _shape(incumbent.problem, evaluation)
-        if shape not in seen and _binds(incumbent.problem, evaluation):
-            seen.add(shape)
-            yield evaluation
+    return _first_of_each(incumbent, partial(_shape, incumbent.problem), [other])
 
 
-def _of_other_ranks(incumbent: Incumbent, known: Sequence[Evaluation]) -> Iterator[Evaluation]:
-    """The fastest plan that binds of each set of ranks left unused by none of those known, the fastest first."""
-    seen = {own.plan.unused for own in known}
+def _first_of_each(
+    incumbent: Incumbent, sort: Callable[[Evaluation], object], known: Iterable[Evaluation]
+) -> Iterator[Evaluation]:
+    """The fastest plan that binds of each sort of which none is known, the fastest first."""
+    seen = set(map(sort, known))
     for evaluation in incumbent.ranked:
-        if evaluation.plan.unused not in seen and _binds(incumbent.problem, evaluation):
-            seen.add(evaluation.plan.unused)
+        if (own := sort(evaluation)) not in seen and _binds(incumbent.problem, evaluation):
+            seen.add(own)
             yield evaluation
 
 

@@ -38,11 +38,16 @@ class Prediction:
     bottleneck: str
     ceiling_tokens_per_second: float
     percent_of_ceiling: float
-    makers_alone_tokens_per_second: float | None
+    makers_alone_tokens_per_second: float | None = None  # found by the planner (`beside_makers_alone`)
     extrapolated: bool  # a profile was asked beyond what it measured
-    percent_of_makers_alone: float | None
+    percent_of_makers_alone: float | None = None
     timeline: tuple[Span, ...] | None = None
     staging: Staging | None = None  # where bytes cross between islands, and it was asked for
+
+    def beside_makers_alone(self, tokens_per_second: float | None) -> "Prediction":
+        """The same beside what the makers reach alone, where that is known."""
+        percent = 100.0 * self.tokens_per_second / tokens_per_second if tokens_per_second else None
+        return replace(self, makers_alone_tokens_per_second=tokens_per_second, percent_of_makers_alone=percent)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, without the timeline."""
@@ -60,7 +65,6 @@ def predict(
     layout: Layout,
     *,
     reserve: float = 0.06,
-    makers_alone_tokens_per_second: float | None = None,
     with_timeline: bool = False,
     software: Software = HETHUB,
     constants: Constants | None = None,
@@ -70,8 +74,7 @@ def predict(
     """The prediction for a bound plan. `reserve` is the fraction of memory that must stay free for it to fit; `used` is
     the layout's memory, where it is known.
 
-    What the makers reach alone needs the planner, so it is passed in where known. Raises BadInput where the cluster lacks a link
-    speed that the plan needs, or the profile measured another model.
+    Raises BadInput where the cluster lacks a link speed that the plan needs, or the profile measured another model.
     """
     constants = constants or packaged()
     if profile is not None:
@@ -102,11 +105,7 @@ def predict(
         bottleneck=_bottleneck(layout, times),
         ceiling_tokens_per_second=ceiling,
         percent_of_ceiling=100.0 * tokens_per_second / ceiling,
-        makers_alone_tokens_per_second=makers_alone_tokens_per_second,
         extrapolated=extrapolated,
-        percent_of_makers_alone=None
-        if makers_alone_tokens_per_second is None
-        else 100.0 * tokens_per_second / makers_alone_tokens_per_second,
         timeline=timeline(layout, times) if with_timeline else None,
     )
 

@@ -162,7 +162,7 @@ def _task_graph(chain: Chain, m: int) -> TaskGraph:
 
 
 def test_json_has_every_promised_key_and_no_nan(layout):
-    data = json.loads(json.dumps(predict(layout, makers_alone_tokens_per_second=1e6).to_dict(), allow_nan=False))
+    data = json.loads(json.dumps(predict(layout).beside_makers_alone(1e6).to_dict(), allow_nan=False))
     promised = {"fits", "step_seconds", "step_seconds_interval", "tokens_per_second", "mfu", "percent_of_makers_alone",
                 "makers_alone_tokens_per_second", "upper_bound_tokens_per_second",
                 "percent_of_upper_bound", "percent_of_ceiling", "breakdown", "memory"}  # fmt: skip

@@ -65,7 +65,7 @@ def default_in_flight(microstep: np.ndarray) -> np.ndarray:
 
 
 def slowest_cycle(
-    trips: np.ndarray, microstep: np.ndarray, held: np.ndarray, samples: int, first: np.ndarray | int = 0
+    trips: np.ndarray, microstep: np.ndarray, held: np.ndarray, samples: int, first: np.ndarray
 ) -> np.ndarray:
     """[candidate]: seconds that the slowest critical cycle from its `first` stage on holds `samples` up, and of one
     microbatch through all: a microbatch's backward in stage s lets the next forward go down to stage t, where it comes
@@ -74,7 +74,7 @@ def slowest_cycle(
     apart, later = (behind + microstep)[:, :-1, None] - behind[:, None, 1:], np.maximum(samples - microstep, 0.0)
     times = np.minimum(later[:, :-1, None] / np.maximum(apart, 1), np.ceil(beyond / microstep)[:, :-1, None])
     around = (trips[:, :-1, 1:] * times * _upper(times.shape[1])).max(axis=2)
-    around[np.arange(around.shape[1]) < np.reshape(first, (-1, 1))] = 0.0
+    around[np.arange(around.shape[1]) < first[:, None]] = 0.0
     return around.max(axis=1) + trips[:, 0, -1]
 
 

@@ -42,7 +42,7 @@ def even(samples: int, size: int) -> int:
 def fitted(candidate: Candidate, estimator: Estimator) -> Candidate | None:
     """The candidate with the micro-batches of replicas over their memory cut to the largest that fits, microbatches
     evened; None where one sample is too much."""
-    if estimator.problem.constraints.micro_batch or not estimator.problem.capabilities.any_micro_batch:
+    if estimator.problem.constraints.micro_batch:
         return None
     last, holds, changed = len(candidate.stages) - 1, estimator.of(candidate).holds, {}
     for index, (stage, held) in enumerate(zip(candidate.stages, holds, strict=True)):

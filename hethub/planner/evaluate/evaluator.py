@@ -10,8 +10,7 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.layouts import is_alike, is_equal, layout_of, raised
 from hethub.planner.problem.problem import Problem
 from hethub.predictor import Prediction, RankMemory, predict, rank_memory
-from hethub.predictor.memory.ranks import all_fit, overfull_hosts
-from hethub.spec.cluster import NodeSpec
+from hethub.predictor.memory.ranks import all_fit
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import Layout
@@ -103,10 +102,6 @@ class Evaluator:
         found = Evaluation(candidate, layout.plan, used, all_fit(layout, used, reserve), predicted)
         wanted = found.fits or self.ignore_memory or candidate.plan is not None
         return None if wanted and not found.is_predictable else found
-
-    def overfull_hosts(self, found: Evaluation) -> list[tuple[NodeSpec, int]]:
-        """Of each machine that the plan fills beyond its host memory, its node and the bytes held."""
-        return overfull_hosts(self.problem.cluster, found.memory)
 
     def _layout(self, candidate: Candidate, plan: PlanSpec) -> Layout:
         """The layout of a candidate's plan; of one with extra in flight with more microbatches where those estimated

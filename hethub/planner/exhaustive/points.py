@@ -83,7 +83,7 @@ class Points(NamedTuple):
         return [Point(branch, tuple(options[: len(branch.shape)])) for branch, options in chosen]
 
 
-def promising(limit: float, branches: Sequence[Branch], most: int, above: float = 0.0) -> Points:
+def promising(limit: float, branches: Sequence[Branch], most: int, above: float) -> Points:
     """The points whose bound is below the limit and not below `above`, by their bounds; the smallest `most` of them."""
     width = max((len(branch.shape) for branch in branches), default=0)
     none = Points(branches, np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros((0, width), dtype=np.int64))

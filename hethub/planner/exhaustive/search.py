@@ -63,10 +63,9 @@ def search_exhaustively(incumbent: Incumbent) -> None:
         sweep.search(part)
     if incumbent.fitting and not incumbent.out_of_time:
         incumbent.space_bound_seconds = min(incumbent.best_seconds, sweep.unseen_seconds)
-    if problem.capabilities.chooses_in_flight:
-        deeper = [point for _, own in sweep.near for point in _deeper(problem, own)]
-        sweep.enough += MOST_EVALUATED
-        sweep.evaluate_timed(_timed(problem, deeper, sweep.orders))
+    deeper = [point for _, own in sweep.near for point in _deeper(problem, own)]
+    sweep.enough += MOST_EVALUATED
+    sweep.evaluate_timed(_timed(problem, deeper, sweep.orders))
 
 
 def _parts(bounded: Sequence[tuple[float, Branch]]) -> Iterator[Sequence[tuple[float, Branch]]]:

@@ -92,8 +92,7 @@ def count_microbatchings(total: int, replicas: int, cuts: Cuts) -> float:
 def cuts_of(problem: Problem) -> Cuts:
     """The microbatch sizes of a problem."""
     given = problem.constraints
-    free = problem.capabilities.any_micro_batch and not given.micro_batch and not given.max_micro_batch
-    return Cuts(problem.micro_batches, free)
+    return Cuts(problem.micro_batches, even=not given.micro_batch and not given.max_micro_batch)
 
 
 def levels(problem: Problem, units: Units) -> tuple[int, ...]:

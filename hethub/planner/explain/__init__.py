@@ -1,5 +1,5 @@
 """Why this plan: the makers alone, bottlenecks, what would fit, what was not searched.
 
 Start reading: homogeneous_sum.py, then bottlenecks.py.
-May import: spec, planner.
+May import: spec, predictor, planner.
 """

@@ -18,7 +18,7 @@ RELAXED = 1.1
 KNOWN = 8  # of the plans already found, evaluated again for every relaxation
 
 
-def bottlenecks(incumbent: Incumbent, best: Evaluation, processes: int = 1) -> list[Bottleneck]:
+def bottlenecks(incumbent: Incumbent, best: Evaluation, processes: int) -> list[Bottleneck]:
     """Every constraint with its effect, the strongest first."""
     problem = incumbent.problem
     candidates = [best.candidate, *(evaluation.candidate for evaluation in incumbent.ranked[:KNOWN])]

@@ -24,7 +24,7 @@ def homogeneous_parts(problem: Problem, processes: int = 1) -> Alone:
 
 
 @contextmanager
-def homogeneous_parts_beside(problem: Problem, processes: int = 1) -> Iterator[Callable[[], Alone]]:
+def homogeneous_parts_beside(problem: Problem, processes: int) -> Iterator[Callable[[], Alone]]:
     """What gives every device type alone with its part of the batch; None where the bound is undefined, a device type's part being no
     sample. With several processes the device types are planned beside what the caller does before it asks."""
     parts = _parts(problem)
@@ -52,7 +52,7 @@ def _parts(problem: Problem) -> list[_Part] | None:
     found = []
     for index, (device_type, weight) in enumerate(zip(problem.device_types, weights, strict=True)):
         samples = divisible(problem.batch.global_batch * weight / sum(weights))
-        alone = problem.of_device_types([index])
+        alone = problem.of_device_type(index)
         if not samples or not alone.usable:
             return None
         own = alone.on(alone.cluster, problem.batch._replace(global_batch=samples))

@@ -13,6 +13,7 @@ from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.auto import thriftiest
 from hethub.planner.search.left_out import fewer_device_types
+from hethub.predictor.memory.ranks import overfull_hosts
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.plan import ScheduleName
 
@@ -50,7 +51,7 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
     devices = _listed((entry.accelerator, entry.bytes - int(entry.limit * (1 - reserve))) for entry in closest.memory)
     hosts = _listed(
         (f"x node '{node.name}'", held - int(2**30 * (node.host_memory_gb or 0)))
-        for node, held in incumbent.evaluator.overfull_hosts(closest)
+        for node, held in overfull_hosts(problem.cluster, closest.memory)
     )
     exceeded = [f"the memory (of which {reserve:.0%} stay free) of {devices}"] if devices else []
     if hosts:

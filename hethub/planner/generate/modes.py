@@ -110,9 +110,7 @@ def thriftiest(problem: Problem, cuts: Iterable[Candidate]) -> Iterator[Candidat
 
 def rungs(problem: Problem) -> list[Rung]:
     """ZeRO levels and what may be offloaded, the cheapest first."""
-    able = {*problem.capabilities.offload}
-    offloads = [chosen for chosen in OFFLOADS if {*chosen} <= able]
-    every = [Rung(zero, offload) for zero in problem.zeros for offload in offloads]
+    every = [Rung(zero, offload) for zero in problem.zeros for offload in OFFLOADS]
     return sorted(every, key=lambda rung: (len(rung.offload), rung.zero != problem.usual_zero, rung.zero))
 
 

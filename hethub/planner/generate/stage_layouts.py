@@ -181,17 +181,12 @@ class DeviceTypeLayouts:
         return StageLayouts(layouts, sizes, rates[:, :, 0], *most)
 
     def _sizes(self, layouts: Sequence[StageLayout]) -> np.ndarray:
-        """[microstep, layout]: the largest micro-batches whose microstep is not too large, or the smallest."""
-        problem, fixed = self.problem, self.problem.constraints.micro_batch
-        free = problem.capabilities.any_micro_batch and not fixed
-        able = sorted({problem.at_most(self.device_type, size) for size in problem.micro_batches})
-
-        def size(wanted: int) -> int:
-            return min(wanted, able[-1]) if free else max([each for each in able if each <= wanted], default=able[0])
-
+        """[microstep, layout]: the micro-batch given, or the largest whose microstep is not too large."""
+        problem, given = self.problem, self.problem.constraints.micro_batch
+        largest = max(problem.at_most(self.device_type, size) for size in problem.micro_batches)
         return np.array(
             [
-                [size(max(1, microstep // layout.widths[0])) for layout in layouts]
+                [given or min(max(1, microstep // layout.widths[0]), largest) for layout in layouts]
                 for microstep in self.goals.microsteps.tolist()
             ]
         )

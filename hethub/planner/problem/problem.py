@@ -15,26 +15,13 @@ from hethub.spec.layout.tensors import tp_degrees
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Offload, PlanSpec, Recompute, ScheduleName, StageSpec
 
-
-@dataclass(frozen=True, kw_only=True)
-class Capabilities:
-    """The part of the plan space that the runtime executes and is searched: the planner returns nothing beyond it."""
-
-    schedules: tuple[ScheduleName, ...]
-    zero: tuple[int, ...]
-    recompute: tuple[Recompute, ...]
-    offload: tuple[Offload, ...]
-    chooses_in_flight: bool = True  # whether more microbatches in flight than the default are looked at
-    any_micro_batch: bool = True  # whether micro-batches between powers of two are looked at
-
-
+# The part of the plan space that the runtime executes and is searched: the planner returns nothing beyond it.
+SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "zero_bubble", "interleaved", "layered", "ministages", "gpipe")
+ZEROS = (0, 1, 2, 3)
 # Selective recompute is executable, but costs time and saves nothing where attention is fused, as in our runtime.
-RUNTIME = Capabilities(
-    schedules=("1f1b", "zero_bubble", "interleaved", "layered", "ministages", "gpipe"),
-    zero=(0, 1, 2, 3),
-    recompute=("none", "full"),
-    offload=("activations", "parameters", "optimizer"),
-)
+RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+OFFLOADED: tuple[Offload, ...] = ("activations", "parameters", "optimizer")
+
 FEW, MANY = 16, 128  # accelerators
 
 
@@ -91,7 +78,6 @@ class Problem:
     cluster: ClusterSpec
     batch: Batch
     constraints: ConstraintsSpec = field(default_factory=ConstraintsSpec)
-    capabilities: Capabilities = RUNTIME
     device_types: tuple[DeviceType, ...] = ()
     profile: ProfileSpec | None = None
     software: Software = HETHUB  # as the job's `train.compile` has it
@@ -188,7 +174,7 @@ class Problem:
     def schedules(self) -> tuple[ScheduleName, ...]:
         """Those that an answer may have."""
         chosen = self.constraints.schedule
-        return (chosen,) if chosen else self.capabilities.schedules
+        return (chosen,) if chosen else SCHEDULES
 
     @property
     def other_schedules(self) -> tuple[ScheduleName, ...]:
@@ -198,12 +184,12 @@ class Problem:
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
         chosen = self.constraints.recompute
-        return (chosen,) if chosen else self.capabilities.recompute
+        return (chosen,) if chosen else RECOMPUTES
 
     @property
     def zeros(self) -> tuple[int, ...]:
         chosen = self.constraints.zero
-        return self.capabilities.zero if chosen is None else (chosen,)
+        return ZEROS if chosen is None else (chosen,)
 
     def plan(self, schedule: ScheduleName, stages: Iterable[StageSpec]) -> PlanSpec:
         """The plan of these stages for this model, cluster and batch; the ranks of none of them are unused."""
@@ -235,9 +221,9 @@ class Problem:
                 start += size
         return tuple(found)
 
-    def of_device_types(self, device_types: Sequence[int]) -> "Problem":
-        """The same problem on some device types' accelerators alone, whose ranks are counted anew."""
-        return self.on(_only(self.cluster, [self.device_types[device_type] for device_type in device_types]))
+    def of_device_type(self, device_type: int) -> "Problem":
+        """The same problem on a device type's accelerators alone, whose ranks are counted anew."""
+        return self.on(_only(self.cluster, self.device_types[device_type]))
 
     def with_constraints(self, constraints: ConstraintsSpec) -> "Problem":
         """The same question under other constraints."""
@@ -273,9 +259,9 @@ def _device_type(machines: dict[int, list[Place]]) -> DeviceType:
     )
 
 
-def _only(cluster: ClusterSpec, device_types: Sequence[DeviceType]) -> ClusterSpec:
-    """The nodes of some device types as a cluster of their own."""
-    wanted = {cluster.places[rank].node.name for device_type in device_types for rank in device_type.ranks}
+def _only(cluster: ClusterSpec, device_type: DeviceType) -> ClusterSpec:
+    """The nodes of a device type as a cluster of their own."""
+    wanted = {cluster.places[rank].node.name for rank in device_type.ranks}
     nodes = tuple(node for node in cluster.nodes if node.name in wanted)
-    names = " and ".join(f"{device_type.accelerator.name} ({device_type.island})" for device_type in device_types)
-    return cluster.replace(name=f"{cluster.name}, {names} alone", nodes=nodes, links=cluster.links.among(wanted))
+    name = f"{cluster.name}, {device_type.accelerator.name} ({device_type.island}) alone"
+    return cluster.replace(name=name, nodes=nodes, links=cluster.links.among(wanted))

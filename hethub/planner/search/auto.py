@@ -225,7 +225,7 @@ def stages_by_device_type(
     shortest = min(map(costs.seconds, filter(costs.likely_fits, found)), default=float("inf"))
     proposed = device_type_stages.propose(problem, costs, table, shortest)
     estimates: dict[Candidate, float] = {}
-    _add_with_slacks(estimates, incumbent, [with_room(own, problem) for own in proposed], effort.finalists)
+    _add_with_slacks(estimates, incumbent, [with_room(own) for own in proposed], effort.finalists)
     faster = [candidate for candidate in estimates if costs.is_faster(candidate, shortest)]
     return heapq.nsmallest(effort.finalists // 2, faster, key=estimates.__getitem__)
 
@@ -239,7 +239,7 @@ def _add_with_slacks(
     problem, costs = incumbent.problem, incumbent.costs
     found.update(zip(candidates, costs.estimate(candidates), strict=True))
     modes: list[dict[str, Any]] = [{"pattern": Pattern(schedule)} for schedule in problem.other_schedules]
-    if problem.capabilities.chooses_in_flight and problem.schedule == "1f1b":
+    if problem.schedule == "1f1b":
         modes += [{"extra_in_flight": 1}]
         modes += [
             {"pattern": Pattern(own), "extra_in_flight": more}

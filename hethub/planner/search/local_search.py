@@ -79,19 +79,17 @@ def descend(
         if candidate in passed or incumbent.out_of_time:
             break
         passed.add(candidate)
-        better, before = _downhill(costs, candidate), costs.seconds(candidate)
-        if better is None:
-            break
-        candidate = better
+        before = costs.seconds(candidate)
+        candidate = _downhill(costs, candidate)
         if costs.seconds(candidate) > max(hopeless, (1 - WORTHWHILE) * before):
             break
     return candidate
 
 
-def _downhill(costs: Estimator, candidate: Candidate) -> Candidate | None:
-    """The best neighbour of the first sort among which one is worth while, or the best of all; None where none is
-    better."""
-    least, best = costs.seconds(candidate) * (1 - 1e-6), None
+def _downhill(costs: Estimator, candidate: Candidate) -> Candidate:
+    """The best neighbour of the first sort among which one is worth while, or the best of all; the candidate itself
+    where none is better."""
+    least, best = costs.seconds(candidate) * (1 - 1e-6), candidate
     enough = costs.seconds(candidate) * (1 - WORTHWHILE)
     for near in neighbourhoods(candidate, costs):
         own = min(costs.below(near, least), key=costs.seconds, default=None)
@@ -141,22 +139,18 @@ def movable(incumbent: Incumbent) -> list[Evaluation]:
     return [evaluation for evaluation in incumbent.ranked if evaluation.candidate.plan is None]
 
 
-def climb(evaluation: Evaluation, incumbent: Incumbent, effort: Effort, passed: set[Candidate]) -> Evaluation:
+def climb(best: Evaluation, incumbent: Incumbent, effort: Effort, passed: set[Candidate]) -> None:
     """The best neighbour of the best neighbour …; of each step's neighbours the evaluator sees those estimated best.
     Ends early on a candidate that is among those `passed`, to which its own are added."""
-    best = evaluation
     for _ in range(effort.steps):
         if best.candidate in passed:
-            break
+            return
         passed.add(best.candidate)
-        better = _step(best, incumbent, effort)
-        if better is best:
-            break
-        best = better
-    return best
+        best = _step(best, incumbent, effort)
 
 
 def _step(best: Evaluation, incumbent: Incumbent, effort: Effort) -> Evaluation:
+    """The first better neighbour that the evaluator sees, or the same plan where it sees none."""
     costs, ranked = incumbent.costs, neighbours(best.candidate, incumbent.costs)
     if best.fits:
         most = costs.seconds(best.candidate) * effort.uphill

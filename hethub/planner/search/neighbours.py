@@ -9,7 +9,7 @@ from hethub.planner.candidate.samples import one_moved
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import Where, fitted, resized
 from hethub.planner.generate.modes import patterns
-from hethub.planner.problem.problem import Problem
+from hethub.planner.problem.problem import OFFLOADED, Problem
 from hethub.spec.plan import ScheduleName
 
 MOST_NUDGED = 8  # accelerators: beyond, samples stay divided by speed
@@ -40,9 +40,9 @@ def _changed(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candid
         pairs = [(min(slowest, other), max(slowest, other)) for other in range(count) if other != slowest]
         some = sorted({0, slowest, count - 1})
     yield _layers(candidate, pairs)
-    yield (with_room(near, problem) for near in _micro_batches(candidate, problem, some))
-    if problem.capabilities.any_micro_batch and not problem.constraints.micro_batch:
-        yield (with_room(near, problem) for near in _even_microbatches(candidate, costs, some))
+    yield (with_room(near) for near in _micro_batches(candidate, problem, some))
+    if not problem.constraints.micro_batch:
+        yield (with_room(near) for near in _even_microbatches(candidate, costs, some))
     yield _made_to_fit(_modes(candidate, problem, some), costs)
     yield _groups(candidate, problem, pairs)
     yield _made_to_fit(_degrees(candidate, problem, some), costs)
@@ -94,13 +94,13 @@ def _places(candidate: Candidate, stages: Sequence[int]) -> list[Where]:
     return found
 
 
-def with_room(candidate: Candidate, problem: Problem) -> Candidate:
+def with_room(candidate: Candidate) -> Candidate:
     """The candidate, with extra in flight where its stages have microbatches of unlike sizes, which by default wait for
     each other."""
-    chooses = candidate.pattern.schedule in ("1f1b", "zero_bubble")
-    if candidate.extra_in_flight or not chooses or not problem.capabilities.chooses_in_flight:
+    chooses = candidate.pattern.schedule in EXTRA_IN_FLIGHT
+    if candidate.extra_in_flight or not chooses or candidate.is_in_step:
         return candidate
-    return candidate if candidate.is_in_step else replace(candidate, extra_in_flight=1)
+    return replace(candidate, extra_in_flight=1)
 
 
 def _made_to_fit(near: Iterable[Candidate], costs: Estimator) -> list[Candidate]:
@@ -142,7 +142,7 @@ def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Ite
         for chosen in _ones_and_all([index for index in stages if index in wide], wide):
             if any(candidate.stages[index].zero != zero for index in chosen):
                 yield _each(candidate, chosen, zero=zero)
-    for part in problem.capabilities.offload:
+    for part in OFFLOADED:
         for chosen in _ones_and_all(stages, everywhere):
             stages_of = {index: candidate.stages[index] for index in chosen}
             if any(part in stage.offload for stage in stages_of.values()):
@@ -162,7 +162,7 @@ def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Ite
         if pattern != candidate.pattern:
             for level in {0, candidate.extra_in_flight}.intersection(_levels(pattern.schedule)):
                 yield replace(candidate, pattern=pattern, extra_in_flight=level)
-    if len(candidate.stages) > 1 and problem.capabilities.chooses_in_flight:
+    if len(candidate.stages) > 1:
         for level in _levels(candidate.pattern.schedule):
             if level != candidate.extra_in_flight:
                 yield replace(candidate, extra_in_flight=level)

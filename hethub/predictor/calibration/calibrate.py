@@ -14,7 +14,7 @@ import numpy as np
 
 import hethub
 from hethub.predictor.calibration.evaluate import Repricer
-from hethub.predictor.calibration.fit.least_squares import Parameter, solve
+from hethub.predictor.calibration.fit.least_squares import scales, solve, stack
 from hethub.predictor.calibration.sources.training_steps import Case, read_table
 from hethub.predictor.cost.constants import Constants, packaged, precision_class
 from hethub.predictor.cost.layer import LayerCost
@@ -86,8 +86,8 @@ def corrected(constants: Constants, cases: Iterable[Case]) -> Constants:
     measured = np.log([case.measured_seconds for case in cases])
     stacks = sorted({case.software.stack for case in cases})
     keys = sorted({_key(case) for case in cases})
-    parameters = [Parameter("stacks", name, "", constants.stacks.get(name, 1.0), STACK_SIGMA, True) for name in stacks]
-    parameters += [Parameter("accelerators", key, "log_scale", 0.0, ACCELERATOR_SIGMA, False) for key in keys]
+    parameters = [stack(name, constants.stacks.get(name, 1.0), STACK_SIGMA) for name in stacks]
+    parameters += scales("accelerators", keys, ACCELERATOR_SIGMA, None)
 
     def residuals(tried: Constants) -> np.ndarray:
         return np.log([repricer.seconds(tried) for repricer in repricers]) - measured
@@ -96,8 +96,7 @@ def corrected(constants: Constants, cases: Iterable[Case]) -> Constants:
 
 
 def _key(case: Case) -> str:
-    accelerator = case.layouts[0].cluster.places[0].accelerator
-    return f"{accelerator.name} {precision_class(case.software.math_precision(case.layouts[0].plan.precision))}"
+    return f"{case.accelerator.name} {precision_class(case.software.math_precision(case.layouts[0].plan.precision))}"
 
 
 def _with_speeds(constants: Constants, run: ProfileSpec) -> Constants:

@@ -107,7 +107,7 @@ class Network:
             resources = [*ends("cards", a.machine, b.machine)]
         else:
             rate = self._in_node(a.node, 2, self.joined((a.rank, b.rank)))
-            alone = Link(self._in_node_latency(a.node), 1.0 / rate)
+            alone = Link(self._in_node_latency, 1.0 / rate)
         latency, per_byte = alone
         added, far = self.between.latencies(a.node, b.node)
         resources += self.between.resources(a.node, b.node)
@@ -176,7 +176,8 @@ class Network:
         """Bytes per second of one accelerator to others of a group in its node, each direction, by default to all."""
         return self.node_links(node).bytes_per_second(self.fit, ranks, joined)
 
-    def _in_node_latency(self, node: NodeSpec) -> float:
+    @property
+    def _in_node_latency(self) -> float:
         given = self.cluster.links.in_node.latency_seconds
         return self.fit["in_node_latency_seconds"] if given is None else given
 
@@ -210,8 +211,7 @@ class Network:
     @memoized
     def broadcast(self, ranks: tuple[int, ...]) -> Link:
         """The way from a replica's first rank to its others: along a ring, which takes all links between them."""
-        first, (node, *_) = self.link(ranks[0], ranks[1]), (self.places[rank].node for rank in ranks)
-        group = self.group(ranks)
+        first, node, group = self.link(ranks[0], ranks[1]), self.places[ranks[0]].node, self.group(ranks)
         if len(group.machines) > 1:
             return first
         pair, ring = self._in_node(node, 2, self.joined(ranks[:2])), self._in_node(node, group.size, group.joined)

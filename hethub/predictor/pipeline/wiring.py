@@ -36,8 +36,6 @@ class Run(NamedTuple):
 class Way(NamedTuple):
     """The messages of a boundary between model chunks in one direction, row by row of the overlap of its stages."""
 
-    kind: Kind
-    giving: ChunkPlace
     sources: list[int]  # by row, the node that sends
     alone: list[bool]  # by row, whether its sender takes chunks in turn and goes one way yet, or no more than one
     waiting: list[int]  # the nodes that wait for a message as for their source
@@ -170,11 +168,11 @@ class Wiring:
         alone = self._alone(giving[0], senders, sources)
         if self.goes_as_one(taking[0]):  # a node is of several microbatches
             beside = [(waiting[place], row) for row, place in enumerate(receivers)]
-            return Way(kind, giving, sources, alone, [], [], beside)
+            return Way(sources, alone, [], [], beside)
         for node, row in zip(waiting, firsts, strict=True):
             self.sources[node] = sources[row]
         beside = [(waiting[receivers[row]], row) for row in others]
-        return Way(kind, giving, sources, alone, waiting, firsts, beside)
+        return Way(sources, alone, waiting, firsts, beside)
 
     def _alone(self, stage: int, senders: list[int], sources: list[int]) -> list[bool]:
         """By row, whether its node comes before its replica's first backward or behind its last forward. Not where a stage

@@ -7,7 +7,6 @@ import pytest
 from hethub.planner import plan
 from hethub.planner.evaluate.outlook import SCENARIOS, Outlooks, _quantiles, speed_errors
 from hethub.planner.generate.families import FAMILIES
-from hethub.planner.plan import answer
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from hethub.planner.problem.scaled import Scale, scaled
@@ -17,7 +16,7 @@ from hethub.spec.layout.bind import bind
 from hethub.spec.lookup import load_model
 from hethub.spec.plan import ReplicaSpec, StageSpec
 from tests.oracle.question import MODEL
-from tests.planner.problems import MIXED, TINY, mixed
+from tests.planner.problems import MIXED, TINY, answer, mixed
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -31,7 +31,7 @@ from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import step_times
-from hethub.predictor.pipeline.traffic.link_loads import UNPACED
+from hethub.predictor.pipeline.traffic.link_loads import Paces
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec, ReplicaSpec, ScheduleName, StageSpec
@@ -89,7 +89,7 @@ def test_a_point_takes_what_is_predicted_and_no_less_than_its_bound(
         assert timed <= seconds * (1 + 1e-9)
         # Where messages come faster than a link takes them, their wait comes on top.
         unpaced = PlanCosts(layout, HETHUB, packaged())
-        unpaced.paces = lambda *flow: (UNPACED, UNPACED)  # type: ignore[method-assign]
+        unpaced.paces = lambda *flow: (Paces(0.0, 0.0), Paces(0.0, 0.0))  # type: ignore[method-assign]
         exact += timed == pytest.approx(step_times(layout, unpaced).seconds, rel=1e-9)
     assert exact == 20
 
@@ -101,9 +101,9 @@ def test_points_have_their_bound_whatever_schedule_stands_beside(seed: int) -> N
     costs = [StageCosts(problem, name, None) for name in ("zero_bubble", "1f1b")]
     for shape in (own for own in shapes_of(problem) if len(own) <= 2):
         branches = [branches_below(np.inf, own, shape)[0][1] for own in costs]
-        together = promising(np.inf, branches, 10**6)
+        together = promising(np.inf, branches, 10**6, 0.0)
         for owner, branch in enumerate(branches):
-            alone = promising(np.inf, [branch], 10**6)
+            alone = promising(np.inf, [branch], 10**6, 0.0)
             assert np.array_equal(together.bounds[together.owners == owner], alone.bounds)
 
 

@@ -1,9 +1,8 @@
 """Clusters with better figures."""
 
-from hethub.planner.plan import answer
 from hethub.planner.problem.scaled import Scale, scaled
 from hethub.spec.cluster import ClusterSpec
-from tests.planner.problems import mixed
+from tests.planner.problems import answer, mixed
 
 
 def test_faster_links_and_compute_never_make_the_best_plan_slower():

@@ -1,14 +1,13 @@
 """`auto` inside the grid: a search that may answer with nothing but a point of it."""
 
-from dataclasses import replace
-
 from hethub.planner.candidate.candidate import Candidate, Pattern
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
-from hethub.planner.plan import find
 from hethub.planner.problem.pose import pose
-from hethub.planner.problem.problem import RUNTIME, Batch, Problem
+from hethub.planner.problem.problem import Batch, Problem
+from hethub.planner.search.auto import search
+from hethub.planner.search.effort import effort_for
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.plan import PlanSpec
 from tests.oracle.question import Question, random_question
@@ -16,12 +15,10 @@ from tests.oracle.stage_grid import MICRO_BATCHES, RECOMPUTES, ZEROS
 
 
 def problem_of(question: Question) -> Problem:
-    """The oracle's question as the planner's, its answers with the default number of microbatches in flight, as the
-    grid has them."""
+    """The oracle's question as the planner's."""
     batch = Batch(question.global_batch, question.seq_len, question.precision)
-    able = replace(RUNTIME, chooses_in_flight=False, any_micro_batch=False, schedules=("1f1b",), offload=())
-    given = ConstraintsSpec(max_micro_batch=MICRO_BATCHES[-1], reserve=question.reserve)
-    return replace(pose(question.model, question.cluster, batch, given), capabilities=able)
+    given = ConstraintsSpec(schedule="1f1b", max_micro_batch=MICRO_BATCHES[-1], reserve=question.reserve)
+    return pose(question.model, question.cluster, batch, given)
 
 
 def grid_problem(seed: int, size: int) -> Problem:
@@ -36,6 +33,7 @@ class GridEstimator(Estimator):
         groups = [own for stage in candidate.stages for own in stage.groups]
         usual = not candidate.extra_in_flight and candidate.pattern == Pattern("1f1b")
         inside = usual and all(own.micro_batch in MICRO_BATCHES and own.tp <= 2 for own in groups)
+        inside = inside and not any(stage.offload for stage in candidate.stages)
         return inside and super().is_possible(candidate)
 
 
@@ -56,7 +54,7 @@ def grid_incumbent(problem: Problem) -> Incumbent:
 
 def restricted(problem: Problem) -> Evaluation:
     """The answer of `auto`, restricted to the grid."""
-    found = find(grid_incumbent(problem), "auto")
+    found = search(grid_incumbent(problem), effort_for(problem))
     assert found is not None, "no plan fits"
     return found
 

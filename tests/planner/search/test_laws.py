@@ -6,8 +6,8 @@ from itertools import combinations, product
 
 import pytest
 
+from hethub.planner import plan
 from hethub.planner.generate.modes import Rung, propose, rungs
-from hethub.planner.plan import answer, plan
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.predictor import predict
@@ -17,7 +17,7 @@ from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
-from tests.planner.problems import incumbent_of, mixed
+from tests.planner.problems import answer, incumbent_of, mixed
 
 LLAMA_70B = ModelSpec(
     name="70b", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256, max_seq_len=8192

@@ -41,7 +41,7 @@ def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = 
     state = shared_bytes(problem, zero)
     offloads: list[tuple[Offload, ...]] = [(), ("activations",)]
     for recompute in problem.recomputes:
-        for offload in offloads if "activations" in problem.capabilities.offload else offloads[:1]:
+        for offload in offloads:
             wanted = StageChoice((), zero, recompute, offload)
             most, stage, cut = _largest(problem, unit_costs, state, wanted, schedule, limit_seconds)
             if stage is not None:

@@ -127,7 +127,7 @@ def _may_fit(problem: Problem, costs: Estimator, candidate: Candidate, chunks: i
     for index, stage in enumerate(candidate.stages):
         mode = Mode(stage.recompute, problem.usual_zero)
         top, most = stage.layers // chunks, -(-stage.layers // chunks)
-        keeps = not any("activations" in offload for offload in _offloads(problem, stage.recompute))
+        keeps = not any("activations" in offload for offload in _offloads(stage.recompute))
         for own, samples in zip(stage.groups, costs.samples(candidate, index), strict=True):
             at = costs.unit_costs.coefficients(own.device_type, 1, own.micro_batch, mode)
             microbatches = max(samples - DIVISION_ERR, 1) / own.micro_batch
@@ -151,7 +151,7 @@ def _in_chunks(
     def worker(stage: CandidateStage, group: ReplicaGroup, first: bool, last: bool) -> Worker:
         return unit_costs.worker(stage, group, False, False)  # a chunk between the ends
 
-    for offload in _offloads(problem, candidate.stages[0].recompute):
+    for offload in _offloads(candidate.stages[0].recompute):
         stages = tuple([replace(stage, zero=zero, offload=offload) for stage in candidate.stages])
         cut = replace(candidate, stages=stages, pattern=Pattern("ministages", chunks))
         plan = materialize(cut, problem, worker, None)
@@ -164,9 +164,8 @@ def _in_chunks(
     return None
 
 
-def _offloads(problem: Problem, recompute: Recompute) -> list[tuple[Offload, ...]]:
+def _offloads(recompute: Recompute) -> list[tuple[Offload, ...]]:
     """What may be offloaded, the least first. Of activations layers' inputs alone are few enough for the way to the
     host."""
     ladder = LADDER if recompute == "full" else LADDER[1:]
-    offloads = [ladder[:count] for count in range(len(ladder) + 1)]
-    return [offload for offload in offloads if {*offload} <= {*problem.capabilities.offload}]
+    return [ladder[:count] for count in range(len(ladder) + 1)]

@@ -129,7 +129,7 @@ def fit_all(data: Path) -> Constants:
 
 def only_of_one_family(cases: Sequence[Case], families: Sequence[str]) -> np.ndarray:
     """Rows whose accelerator no other family ran on: with theirs left out, no step on it was seen."""
-    names = [case.layouts[0].cluster.places[0].accelerator.name for case in cases]
+    names = [case.accelerator.name for case in cases]
     own: dict[str, set[str]] = {}
     for name, one in zip(names, families, strict=True):
         own.setdefault(name, set()).add(one)

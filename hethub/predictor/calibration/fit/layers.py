@@ -38,9 +38,9 @@ def layer_parameters(rows: Iterable[LayerRow]) -> list[Parameter]:
     return [*ROOFLINE, *by_family, *scales("accelerators", accelerators, 0.06, 0.3)]
 
 
-def fit_layers(base: Constants, rows: list[LayerRow], products: list[ProductRow] | None = None) -> Constants:
-    """The constants that price the rows best, and measured products where there are some; residuals are logarithms."""
-    table, products = LayerTable.of(rows), products or []
+def fit_layers(base: Constants, rows: list[LayerRow], products: list[ProductRow]) -> Constants:
+    """The constants that price the rows and measured products best; residuals are logarithms."""
+    table = LayerTable.of(rows)
     parameters = [*layer_parameters(rows), *product_parameters(products)]
 
     def residuals(constants: Constants) -> np.ndarray:

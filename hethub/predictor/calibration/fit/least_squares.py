@@ -7,6 +7,8 @@ import numpy as np
 
 from hethub.predictor.cost.constants import Constants
 
+MOST_EVALUATIONS = 40
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -29,7 +31,7 @@ def link(key: str, prior: float, sigma: float, upper: float = np.inf) -> Paramet
     return Parameter("links", key, "", prior, sigma, True, upper)
 
 
-def stack(name: str, prior: float = 1.0, sigma: float = 0.3) -> Parameter:
+def stack(name: str, prior: float, sigma: float) -> Parameter:
     return Parameter("stacks", name, "", prior, sigma, True)
 
 
@@ -46,6 +48,16 @@ def scales(table: str, keys: Iterable[str], sigma_scale: float, sigma_throttle: 
 def attention_scales(families: Iterable[str], sigma: float) -> list[Parameter]:
     """How much of the peak fused attention reaches on each family, relative to all."""
     return [Parameter("families", key, "log_attention", 0.0, sigma, False) for key in families]
+
+
+def start(parameters: Iterable[Parameter]) -> np.ndarray:
+    """The priors as a vector."""
+    return np.array([np.log(p.prior) if p.log else p.prior for p in parameters])
+
+
+def bounds(parameters: Iterable[Parameter]) -> np.ndarray:
+    """What a vector may not exceed."""
+    return np.array([np.log(p.upper) if p.log else p.upper for p in parameters])
 
 
 def values(parameters: list[Parameter], vector: np.ndarray) -> list[float]:
@@ -80,24 +92,22 @@ def solve(
     parameters: list[Parameter],
     residuals: Callable[[Constants], np.ndarray],
     f_scale: float,
-    max_evaluations: int = 40,
 ) -> Constants:
     """The constants with the least robust sum of squared residuals, priors included (a MAP estimate)."""
     from scipy.optimize import least_squares
 
-    start = np.array([np.log(p.prior) if p.log else p.prior for p in parameters])
+    prior, upper = start(parameters), bounds(parameters)
     sigma = np.array([p.sigma for p in parameters])
-    upper = np.array([np.log(p.upper) if p.log else p.upper for p in parameters])
 
     def cost(vector: np.ndarray) -> np.ndarray:
-        return np.concatenate([residuals(apply(base, parameters, vector)), (vector - start) / sigma * f_scale])
+        return np.concatenate([residuals(apply(base, parameters, vector)), (vector - prior) / sigma * f_scale])
 
     found = least_squares(
         cost,
-        np.minimum(start, upper - 1e-6),
+        np.minimum(prior, upper - 1e-6),
         bounds=(-np.inf, upper),
         loss="soft_l1",
         f_scale=f_scale,
-        max_nfev=max_evaluations,
+        max_nfev=MOST_EVALUATIONS,
     )
     return apply(base, parameters, found.x)

@@ -84,7 +84,7 @@ def report_unseen(cases: Sequence[Case], by_family: np.ndarray, by_source: np.nd
 
 def by_accelerator(cases: Sequence[Case], errors: np.ndarray, even: np.ndarray) -> None:
     """Prints the errors with families left out by accelerator, and of AMD's together."""
-    devices = [case.layouts[0].cluster.places[0].accelerator for case in cases]
+    devices = [case.accelerator for case in cases]
     groups: dict[str, list[int]] = {}
     for row, device in enumerate(devices):
         groups.setdefault(device.name, []).append(row)

@@ -11,15 +11,16 @@ from hethub.predictor.calibration.fit.least_squares import (
     Parameter,
     apply,
     attention_scales,
+    bounds,
     common,
     link,
     scales,
     stack,
+    start,
 )
 from hethub.predictor.calibration.sources.training_steps import Case
 from hethub.predictor.calibration.validation.families import family_of
 from hethub.predictor.cost.constants import Constants, family, precision_class
-from hethub.spec.accelerator import AcceleratorSpec
 
 F_SCALE = 0.1  # residuals beyond about 10 % count less and less
 STEP = 0.02  # of a logarithm, for derivatives
@@ -56,16 +57,12 @@ def step_parameters(cases: Sequence[Case], base: Constants) -> list[Parameter]:
     ]
 
 
-def _accelerator(case: Case) -> AcceleratorSpec:
-    return case.layouts[0].cluster.places[0].accelerator
-
-
 def _accelerator_key(case: Case) -> str:
-    return f"{_accelerator(case).name} {precision_class(case.software.math or 'bf16')}"
+    return f"{case.accelerator.name} {precision_class(case.software.math or 'bf16')}"
 
 
 def _family_key(case: Case) -> str:
-    return f"{family(_accelerator(case))} {precision_class(case.software.math or 'bf16')}"
+    return f"{family(case.accelerator)} {precision_class(case.software.math or 'bf16')}"
 
 
 def _affected(parameter: Parameter, cases: Sequence[Case]) -> np.ndarray:
@@ -83,11 +80,6 @@ class Linear(NamedTuple):
     point: np.ndarray
     values: np.ndarray
     slopes: np.ndarray  # (rows, parameters)
-
-
-def start(parameters: list[Parameter]) -> np.ndarray:
-    """The priors as a vector."""
-    return np.array([np.log(p.prior) if p.log else p.prior for p in parameters])
 
 
 def linearise(
@@ -134,8 +126,7 @@ def improve(linear: Linear, cases: Sequence[Case], rows: np.ndarray) -> np.ndarr
     of_source = (np.array(sources)[:, None] == np.array(sorted(set(sources)))).astype(float)
     prior = np.concatenate([start(linear.parameters), np.zeros(of_source.shape[1])])
     sigma = np.concatenate([[p.sigma for p in linear.parameters], np.full(of_source.shape[1], SOURCE_SIGMA)])
-    bounds = [np.log(p.upper) if p.log else p.upper for p in linear.parameters]
-    upper = np.concatenate([bounds, np.full(of_source.shape[1], np.inf)])
+    upper = np.concatenate([bounds(linear.parameters), np.full(of_source.shape[1], np.inf)])
     slopes = np.hstack([linear.slopes[rows], of_source])
     slopes = np.vstack([weight[:, None] * slopes, np.diag(F_SCALE / sigma)])
     fixed = measured - linear.values[rows] + linear.slopes[rows] @ linear.point

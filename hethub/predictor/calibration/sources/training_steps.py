@@ -12,7 +12,7 @@ from hethub.predictor.cost.constants import NARROW, peak_flops
 from hethub.predictor.cost.operators import model_flops
 from hethub.predictor.cost.software import HETHUB, MathPrecision, Software
 from hethub.predictor.memory.ranks import rank_memory
-from hethub.spec.accelerator import find_accelerator
+from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
@@ -44,6 +44,11 @@ class Case:
     suspect: bool
     row: Mapping[str, str]
     inferred: Mapping[str, str] = field(default_factory=dict)  # what the row leaves open and its makers would have set
+
+    @property
+    def accelerator(self) -> AcceleratorSpec:
+        """The first rank's; in tables of steps all are alike."""
+        return self.layouts[0].cluster.places[0].accelerator
 
     @property
     def open_choice(self) -> str | None:
@@ -106,7 +111,7 @@ def read_row(row: Mapping[str, str]) -> Case:
     if named not in get_args(MathPrecision):
         raise ValueError(f"precision {named} is unknown")
     case = _read_in(row, named)  # type: ignore[arg-type]
-    held, device = case.measured_memory_bytes, case.layouts[0].cluster.places[0].accelerator
+    held, device = case.measured_memory_bytes, case.accelerator
     if held is None or named not in ("fp16", "bf16") or not device.tf32_tflops or held < FAR_BEYOND * _peak(case):
         return case
     wide = _read_in(row, "tf32")

@@ -4,7 +4,7 @@ has the model that the plan names, model.yaml."""
 from pathlib import Path
 from typing import Any
 
-from hethub.predictor.calibration.validation.errors import summary
+from hethub.predictor.calibration.validation.errors import row, summary
 from hethub.predictor.cost.constants import Constants
 from hethub.predictor.predict import predict
 from hethub.spec.cluster import load_cluster
@@ -18,7 +18,7 @@ from hethub.spec.plan import PlanSpec, load_plan
 CASE_FILES = ("cluster.yaml", "plan.yaml", "measured.json")
 
 
-def validate_folders(folder: Path, constants: Constants | None = None) -> dict[str, Any]:
+def validate_folders(folder: Path, constants: Constants) -> dict[str, Any]:
     """The predictions for a case folder, or for every case folder inside it, as `validate` gives them.
 
     measured.json holds `step_seconds` and, where known, `peak_memory_bytes` of the fullest rank. Raises BadInput where
@@ -42,36 +42,30 @@ def validate_folders(folder: Path, constants: Constants | None = None) -> dict[s
             skipped.append({"id": case.name, "why": str(error)})
     if not rows:
         raise BadInput(f"{folder}: none of its {len(skipped)} cases can be predicted; the first: {skipped[0]['why']}")
-    memory = [row for row in rows if "measured_bytes" in row]
-    memory_errors = [100.0 * (row["predicted_bytes"] / row["measured_bytes"] - 1.0) for row in memory]
+    memory = [own for own in rows if "measured_bytes" in own]
+    memory_errors = [100.0 * (own["predicted_bytes"] / own["measured_bytes"] - 1.0) for own in memory]
     return {
         "rows": rows,
-        **summary([row["error_percent"] for row in rows], [row["source"] for row in rows]),
+        **summary([own["error_percent"] for own in rows], [own["source"] for own in rows]),
         "suspects": [],
         "skipped": skipped,
         "covered_percent": 100.0 * len(rows) / (len(rows) + len(skipped)),
-        "memory": summary(memory_errors, [row["source"] for row in memory]),
+        "memory": summary(memory_errors, [own["source"] for own in memory]),
         "sweeps": [],
     }
 
 
-def _row(case: Path, constants: Constants | None) -> dict[str, Any]:
+def _row(case: Path, constants: Constants) -> dict[str, Any]:
     measured = _measured(case / "measured.json")
     plan, cluster = load_plan(case / "plan.yaml"), load_cluster(case / "cluster.yaml")
     prediction = predict(bind(plan, _model(case, plan), cluster), constants=constants)
-    row: dict[str, Any] = {
-        "id": case.name,
-        "source": case.parent.name,
-        "measured_seconds": measured["step_seconds"],
-        "predicted_seconds": prediction.step_seconds,
-        "error_percent": 100.0 * (prediction.step_seconds / measured["step_seconds"] - 1.0),
-    }
+    found = row(case.name, case.parent.name, measured["step_seconds"], prediction.step_seconds)
     if "peak_memory_bytes" in measured:
-        row |= {
+        found |= {
             "measured_bytes": measured["peak_memory_bytes"],
             "predicted_bytes": max(entry.bytes for entry in prediction.memory),
         }
-    return row
+    return found
 
 
 def _model(case: Path, plan: PlanSpec) -> ModelSpec:

@@ -12,6 +12,17 @@ MOST_SPREAD = 1.5  # between the times of rows that are alike otherwise
 ENOUGH_PLANS = 5  # in a sweep, for its ranking to mean something
 
 
+def row(name: str, source: str, measured_seconds: float, predicted_seconds: float) -> dict[str, Any]:
+    """One measured step or layer beside its prediction."""
+    return {
+        "id": name,
+        "source": source,
+        "measured_seconds": measured_seconds,
+        "predicted_seconds": predicted_seconds,
+        "error_percent": 100.0 * (predicted_seconds / measured_seconds - 1.0),
+    }
+
+
 def summary(errors: Sequence[float], groups: Sequence[str]) -> dict[str, Any]:
     """Means of |error| in per cent: over rows, over groups, the median, the largest, and each group's own."""
     of: dict[str, list[float]] = {}
@@ -29,13 +40,22 @@ def summary(errors: Sequence[float], groups: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def sweep_of(case: Case) -> tuple[str, ...]:
+    """The job and the accelerators of a row: plans that share them are compared."""
+    return tuple(case.row.get(column, "") for column in SWEEP_COLUMNS)
+
+
+def run_of(case: Case) -> tuple[tuple[str, str], ...]:
+    """All that a row says of what was run, and nothing that was measured of it."""
+    return tuple((column, value) for column, value in case.row.items() if column not in MEASURED)
+
+
 def sweeps(cases: Sequence[tuple[Case, float]]) -> list[dict[str, Any]]:
     """Plans for the same job on the same accelerators, with predicted seconds: how well they are ranked, and what
     choosing by prediction costs."""
     found: dict[tuple[str, ...], list[tuple[float, float]]] = {}
     for case, seconds in cases:
-        key = tuple(case.row.get(column, "") for column in SWEEP_COLUMNS)
-        found.setdefault(key, []).append((seconds, case.measured_seconds))
+        found.setdefault(sweep_of(case), []).append((seconds, case.measured_seconds))
     result = []
     for key, pairs in found.items():
         if len(pairs) >= ENOUGH_PLANS:
@@ -57,8 +77,7 @@ def contradictory(cases: Sequence[Case]) -> list[list[str]]:
     """The names of rows that say the same of their step, but for a time that differs by more than a half."""
     alike: dict[tuple[tuple[str, str], ...], list[Case]] = {}
     for case in cases:
-        key = tuple((column, value) for column, value in case.row.items() if column not in MEASURED)
-        alike.setdefault(key, []).append(case)
+        alike.setdefault(run_of(case), []).append(case)
     found = []
     for own in alike.values():
         seconds = [case.measured_seconds for case in own]

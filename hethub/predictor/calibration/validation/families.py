@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from hethub.predictor.calibration.sources.training_steps import Case
-from hethub.predictor.calibration.validation.errors import ENOUGH_PLANS, MEASURED, SWEEP_COLUMNS
+from hethub.predictor.calibration.validation.errors import ENOUGH_PLANS, run_of, sweep_of
 from hethub.predictor.cost.constants import family, peak_flops
+from hethub.predictor.cost.intervals import COVERAGE
 from hethub.predictor.cost.operators import model_flops
 
 DIFFER = np.log(1.1)  # pairs of plans closer than this are not asked which is faster
-COVERAGE = 0.8
 MANY_CHOICES = 200  # of anchors, beyond which as many are drawn
 Estimate = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (rows to learn from, rows to predict) -> log seconds
 
@@ -53,9 +53,8 @@ def baseline(cases: Sequence[Case]) -> Estimate:
     of the generation in the precision, then the maker's, then everybody's."""
     keys, log_ideal = [], []
     for case in cases:
-        layout, place = case.layouts[0], case.layouts[0].cluster.places[0]
+        layout, device = case.layouts[0], case.accelerator
         precision = case.software.math_precision(layout.plan.precision)
-        device = place.accelerator
         flops = model_flops(layout.model, layout.plan.global_batch, layout.plan.seq_len)
         log_ideal.append(np.log(flops / len(layout.cluster.places) / peak_flops(device, precision)))
         keys.append(
@@ -90,7 +89,7 @@ def order(cases: Sequence[Case], errors: np.ndarray) -> dict[str, Any]:
     costs: means over sweeps."""
     sweeps = defaultdict[tuple[str, ...], list[int]](list)
     for row, case in enumerate(cases):
-        sweeps[tuple(case.row.get(column, "") for column in SWEEP_COLUMNS)].append(row)
+        sweeps[sweep_of(case)].append(row)
     measured = log_measured(cases)
     predicted, right, pairs, regrets = measured + errors, 0, 0, {}
     for key, rows in sweeps.items():
@@ -110,9 +109,9 @@ def order(cases: Sequence[Case], errors: np.ndarray) -> dict[str, Any]:
     }
 
 
-def anchored(errors: np.ndarray, sources: Sequence[str], count: int, seed: int = 0) -> dict[str, float]:
+def anchored(errors: np.ndarray, sources: Sequence[str], count: int) -> dict[str, float]:
     """Mean error of each source of five rows or more once `count` of them, any, have set a factor for the rest."""
-    random, names, found = np.random.default_rng(seed), np.array(sources), {}
+    random, names, found = np.random.default_rng(0), np.array(sources), {}
     for source in sorted(set(sources)):
         own = errors[names == source]
         if len(own) < 5:
@@ -130,15 +129,13 @@ def repeated(cases: Sequence[Case]) -> float:
     """The mean spread in per cent of rows that are the same in all but their time: no prediction can be nearer."""
     alike = defaultdict[tuple[tuple[str, str], ...], list[float]](list)
     for case in cases:
-        alike[tuple((key, value) for key, value in case.row.items() if key not in MEASURED)].append(
-            case.measured_seconds
-        )
+        alike[run_of(case)].append(case.measured_seconds)
     spread = [abs(one / float(np.median(own)) - 1) for own in alike.values() if len(own) > 1 for one in own]
     return 100.0 * fmean(spread) if spread else 0.0
 
 
-def quantile(errors: np.ndarray, groups: Sequence[str], coverage: float = COVERAGE) -> float:
-    """The |log error| that covers so much of the rows, groups counting alike.
+def quantile(errors: np.ndarray, groups: Sequence[str]) -> float:
+    """The |log error| that covers 80 % of the rows, groups counting alike.
 
     Without conformal intervals' correction for a finite sample: that is for groups of one row each. Taking a family as
     one row, it covered 88 % of families that had not set the width, where 80 were meant; without it, 80 %.
@@ -147,13 +144,13 @@ def quantile(errors: np.ndarray, groups: Sequence[str], coverage: float = COVERA
     weight = np.array([1.0 / (names == name).sum() for name in names])
     ordered = np.argsort(np.abs(errors))
     reached = np.cumsum(weight[ordered]) / weight.sum()
-    return float(np.abs(errors)[ordered][min(int(np.searchsorted(reached, coverage)), len(errors) - 1)])
+    return float(np.abs(errors)[ordered][min(int(np.searchsorted(reached, COVERAGE)), len(errors) - 1)])
 
 
-def interval_score(errors: np.ndarray, widths: np.ndarray, groups: Sequence[str], coverage: float = COVERAGE) -> float:
+def interval_score(errors: np.ndarray, widths: np.ndarray, groups: Sequence[str]) -> float:
     """The mean over groups of Gneiting and Raftery's interval score of log seconds: width, and what lies outside."""
     names, outside = np.array(groups), np.maximum(0.0, np.abs(errors) - widths)
-    score = 2.0 * widths + 2.0 / (1.0 - coverage) * outside
+    score = 2.0 * widths + 2.0 / (1.0 - COVERAGE) * outside
     return fmean(float(score[names == name].mean()) for name in sorted(set(groups)))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from hethub.predictor.calibration.sources.layer_times import LayerRow, LayerTable, read_layer_row
 from hethub.predictor.calibration.sources.training_steps import read_lines
-from hethub.predictor.calibration.validation.errors import summary
+from hethub.predictor.calibration.validation.errors import row, summary
 from hethub.predictor.calibration.validation.goals import fit_goals
 from hethub.predictor.cost.constants import Constants
 from hethub.spec.errors import BadInput
@@ -24,12 +24,12 @@ def validate_layers(path: Path, by: str, constants: Constants) -> dict[str, Any]
     by = "accelerator" if by == "source" else by
     found: list[tuple[str, Mapping[str, str], LayerRow]] = []
     skipped = []
-    for name, row in read_lines(path, tuple(dict.fromkeys((*COLUMNS, by)))):
+    for name, line in read_lines(path, tuple(dict.fromkeys((*COLUMNS, by)))):
         try:
-            layer = read_layer_row(row)
+            layer = read_layer_row(line)
             if not layer.is_transformer:
                 raise ValueError("a vision model, whose tokens the table does not give")
-            found.append((name, row, layer))
+            found.append((name, line, layer))
         except ValueError as error:
             skipped.append({"id": name, "why": " ".join(str(error).split())})
     if not found:
@@ -37,25 +37,17 @@ def validate_layers(path: Path, by: str, constants: Constants) -> dict[str, Any]
             f"{path}: none of its {len(skipped)} rows can be predicted; {skipped[0]['why'] if skipped else 'it is empty'}."
         )
     seconds = LayerTable.of([layer for _, _, layer in found]).predict(constants).sum(axis=0)
-    rows = [_row(name, layer, float(value)) for (name, _, layer), value in zip(found, seconds, strict=True)]
+    rows = [
+        row(name, layer.group, sum(layer.seconds), float(value))
+        for (name, _, layer), value in zip(found, seconds, strict=True)
+    ]
     return {
         "rows": rows,
-        **summary([row["error_percent"] for row in rows], [line[by] or "(empty)" for _, line, _ in found]),
+        **summary([own["error_percent"] for own in rows], [line[by] or "(empty)" for _, line, _ in found]),
         "suspects": [],
         "skipped": skipped,
         "covered_percent": 100.0 * len(rows) / (len(rows) + len(skipped)),
         "constants": constants.count,
         "fitted_on": constants.provenance,
         "goals": [goal.to_dict() for goal in fit_goals(constants.residuals) if goal.what.startswith("layer times")],
-    }
-
-
-def _row(name: str, layer: LayerRow, predicted: float) -> dict[str, Any]:
-    measured = sum(layer.seconds)
-    return {
-        "id": name,
-        "source": layer.group,
-        "measured_seconds": measured,
-        "predicted_seconds": predicted,
-        "error_percent": 100.0 * (predicted / measured - 1.0),
     }

@@ -10,7 +10,7 @@ from hethub.predictor.calibration.sources.mixed_clusters import read_mixed
 from hethub.predictor.calibration.sources.single_node import ITERATION_TIME, read_single_node
 from hethub.predictor.calibration.sources.training_steps import Case, columns_of, read_table
 from hethub.predictor.calibration.validation.case_folders import validate_folders
-from hethub.predictor.calibration.validation.errors import contradictory, summary, sweeps
+from hethub.predictor.calibration.validation.errors import contradictory, row, summary, sweeps
 from hethub.predictor.calibration.validation.goals import family_out, fit_goals, table_goals
 from hethub.predictor.calibration.validation.layers import LAYER_TIME, validate_layers
 from hethub.predictor.cost.constants import Constants, packaged
@@ -50,10 +50,11 @@ def validate(path: Path, by: str = "source", constants: Constants | None = None)
         raise BadInput(f"{path}: none of its {len(skipped)} rows can be predicted; the first: {why}.")
     sound = [(case, outcome) for case, outcome in outcomes if not case.suspect]
     rows = [_row(case, outcome) for case, outcome in outcomes]
+    errors = [own["error_percent"] for own, (case, _) in zip(rows, outcomes, strict=True) if not case.suspect]
     group = _grouping(by)
     result = {
         "rows": rows,
-        **summary([_error(case, outcome) for case, outcome in sound], [group(case) for case, _ in sound]),
+        **summary(errors, [group(case) for case, _ in sound]),
         "suspects": [case.id for case, _ in outcomes if case.suspect],
         "skipped": skipped,
         "covered_percent": 100.0 * len(outcomes) / (len(outcomes) + len(skipped)),
@@ -82,25 +83,15 @@ def _grouping(by: str) -> Callable[[Case], str]:
     return group
 
 
-def _error(case: Case, outcome: Outcome) -> float:
-    return 100.0 * (outcome.seconds / case.measured_seconds - 1.0)
-
-
 def _row(case: Case, outcome: Outcome) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "id": case.id,
-        "source": case.source,
-        "measured_seconds": case.measured_seconds,
-        "predicted_seconds": outcome.seconds,
-        "error_percent": _error(case, outcome),
-    }
+    found = row(case.id, case.source, case.measured_seconds, outcome.seconds)
     if case.open_choice:
-        row["chosen"] = {"micro_batch": outcome.micro_batch, "virtual_stages": case.software.interleave}
+        found["chosen"] = {"micro_batch": outcome.micro_batch, "virtual_stages": case.software.interleave}
     if case.inferred:
-        row["inferred"] = dict(case.inferred)
+        found["inferred"] = dict(case.inferred)
     if case.measured_memory_bytes is not None:
-        row |= {"measured_bytes": case.measured_memory_bytes, "predicted_bytes": outcome.bytes}
-    return row
+        found |= {"measured_bytes": case.measured_memory_bytes, "predicted_bytes": outcome.bytes}
+    return found
 
 
 def _memory(cases: Sequence[tuple[Case, Outcome]], group: Callable[[Case], str]) -> dict[str, Any]:

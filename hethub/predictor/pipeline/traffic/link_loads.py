@@ -35,9 +35,6 @@ class Paces(NamedTuple):
     two_way: float
 
 
-UNPACED = Paces(0.0, 0.0)
-
-
 class LinkLoads:
     """The seconds that a layout's step takes on every link, by flow and by resource."""
 
