@@ -70,7 +70,10 @@ def plan_program(
     began, limits = time.perf_counter(), job.spec.constraints
     options = Search(time_limit_seconds=limits.time_limit_seconds or Search().time_limit_seconds)
     model = pose(graph, cluster)
-    program = plan_model(model, options, reserve=limits.reserve)
+    try:
+        program = plan_model(model, options, reserve=limits.reserve)
+    except BadInput as error:
+        raise BadInput(f"{job.path}: plan hap: {error}") from error
     searched = time.perf_counter() - began
     train = job.spec.train
     plan = ProgramPlanSpec(
