@@ -2,6 +2,7 @@
 them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,13 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], int, dict[str, Any], str]] = {
         {"forbid": [["amd", "amd"]]},
         "constraints.forbid: 'amd' is forbidden beside itself",
     ),
+    "constraints with their file": (
+        [node(), AMD],
+        16,
+        {"schedule": "zero_bubble", "recompute": "full"},
+        "/job.yaml: constraints.schedule: zero_bubble contradicts recompute: full",
+    ),
+    "a precision with its file": ([node("t", "T4")], 16, {}, "/job.yaml: train.precision bf16: accelerator T4"),
     "an unknown constraint": (
         [node(), AMD],
         16,
@@ -160,3 +168,25 @@ def test_a_plan_that_cannot_be_run_says_so(tmp_path: Path, capsys: pytest.Captur
     assert "hethub trains family llama alone, not gpt: this plan" in said
     assert run(["plan", str(write_job(tmp_path, [node()], 4, {})), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["not_trained"] == []
+
+
+@pytest.mark.parametrize("text", ["stages: [", "", "\N{BYTE ORDER MARK}[]"], ids=["broken", "empty", "a list"])
+def test_what_may_be_a_plan_is_not_called_a_job_alone(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a damaged plan it was said that the job file is no YAML."""
+    (tmp_path / "plan.yaml").write_text(text)
+    assert run(["predict", str(tmp_path / "plan.yaml")]) == 2
+    assert " job or plan file is " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["plan it", "predict it", "plan job.yaml --profile it", "validate it", "report it"])
+def test_what_can_be_read_once_or_never_is_refused(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A FIFO was waited for without end."""
+    write_job(tmp_path, [node()], 4, {})
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("it")
+    assert run(given.split()) == 2
+    assert "it: this is a FIFO, and " in capsys.readouterr().err

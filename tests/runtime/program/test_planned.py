@@ -82,7 +82,7 @@ def test_memory_that_the_reserve_leaves_too_small_is_told_so(
     job = write_program_job(tmp_path / "job", "make", size=2)
     assert run(["plan", str(job), "--set", "constraints.reserve=0.99999999"]) == 2
     said = capsys.readouterr().err
-    assert f"{job}: plan hap: no program" in said
+    assert f"{job}: no program" in said
     assert "Or lower constraints.reserve (now 0.99999999), which keeps that part of it free." in said
 
 
