@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from hethub.cli import run
+from tests.support.job_files import program_plan
 
 MODEL = {
     "name": "m",
@@ -190,3 +191,22 @@ def test_what_can_be_read_once_or_never_is_refused(
     os.mkfifo("it")
     assert run(given.split()) == 2
     assert "it: this is a FIFO, and " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ({"predicted_seconds": 0}, "program.predicted_seconds is 0, but"),
+        ({"memory_bytes": [1]}, "program.memory_bytes: a list of 1 for 4 ranks"),
+        ({"ratios": {"samples": []}}, "program.ratios.samples: a list of 0 for 4 ranks"),
+        ({"axes": [{"name": "samples", "shares": [8]}]}, "program.axes[0].shares: a list of 1 for 4 ranks"),
+        ({"ratios": {}}, "program.operators[0].axis: 'samples' is no axis that the program has ratios of"),
+    ],
+)
+def test_a_program_that_contradicts_itself_is_refused(
+    program: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended in a traceback."""
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(program_plan(**program)))
+    assert run(["predict", str(tmp_path / "plan.yaml")]) == 2
+    assert words in capsys.readouterr().err
