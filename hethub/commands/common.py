@@ -189,14 +189,14 @@ def known_cluster(job: "Job") -> "ClusterSpec":
 
 
 def is_plan(path: Path) -> bool:
-    """Whether the file is a plan, not a job; False where it cannot be read, which whoever reads it next will say."""
+    """Whether the file is a plan, not a job. Raises BadInput where it is neither, as far as can be read."""
+    from hethub.spec.base import describe
     from hethub.spec.documents import read_yaml
 
-    try:
-        data, _ = read_yaml(path, "job file")
-    except BadInput:
-        return False
-    return isinstance(data, dict) and ("stages" in data or "program" in data)
+    data, _ = read_yaml(path, "job or plan file")
+    if not isinstance(data, dict):
+        raise BadInput(f"{path}: a job or plan file is a mapping of keys to values; got {describe(data)}.")
+    return "stages" in data or "program" in data
 
 
 def made_for(plan: "PlanSpec", path: Path, job_path: Path | None) -> "PlannedFor":

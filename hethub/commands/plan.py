@@ -27,7 +27,7 @@ from hethub.commands.common import (
     strategy_of,
 )
 from hethub.commands.program import is_program_job, plan_program_job, predict_program_alone, predict_program_job
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, asked_by
 
 if TYPE_CHECKING:
     from hethub.planner import HomogeneousPart
@@ -101,11 +101,12 @@ def plan(options: argparse.Namespace) -> None:
         return plan_program_job(options, job)
     cluster, profile = known_cluster(job), measured_for(options, job)
     software = hethub_software(job.spec.train.compile)
-    result = make_plan(
-        job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy,
-        top=options.top, explain=options.explain, profile=profile, software=software,
-        processes=processors(),
-    )  # fmt: skip
+    with asked_by(job.path):
+        result = make_plan(
+            job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy,
+            top=options.top, explain=options.explain, profile=profile, software=software,
+            processes=processors(),
+        )  # fmt: skip
     layout = bind(result.plan, job.model, cluster)
     result = replace(result, prediction=with_staging(result.prediction, layout, profile, software))
     written = []
@@ -241,9 +242,10 @@ def _chosen(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec", pro
     if file is None:
         from hethub.planner import plan as make_plan
 
-        result = make_plan(
-            *question, strategy=job.spec.plan, profile=profile, software=software, processes=processors()
-        )
+        with asked_by(job.path):
+            result = make_plan(
+                *question, strategy=job.spec.plan, profile=profile, software=software, processes=processors()
+            )
         bound = result.prediction.makers_alone_tokens_per_second
         return _Chosen(job.spec.plan, result.plan, result.homogeneous_parts, bound)
     plan = load_plan_of(job, file)
@@ -254,7 +256,8 @@ def _chosen(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec", pro
     from hethub.planner.problem.pose import pose
 
     batch = Batch(*job.spec.train.batch)
-    problem = pose(job.model, cluster, batch, job.spec.constraints, profile, software)
+    with asked_by(job.path):
+        problem = pose(job.model, cluster, batch, job.spec.constraints, profile, software)
     alone = homogeneous_parts(problem, processors())
     return _Chosen("plan file", plan, alone or (), makers_alone_tokens_per_second(alone))
 

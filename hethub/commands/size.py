@@ -20,7 +20,7 @@ from hethub.commands.common import (
     refuse_profile_beside_calibrate,
     strategy_of,
 )
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, asked_by
 
 if TYPE_CHECKING:
     from hethub.capacity.catalogue import CatalogueSpec
@@ -87,7 +87,7 @@ def size(options: argparse.Namespace) -> None:
     if options.add:
         return _add(options, catalogue, evaluate, have)
     question = Question(catalogue=catalogue, tokens=tokens, have=have, deadline_days=deadline, budget=budget)
-    with nullcontext() if options.json else counted("sizing", only_on_terminal=True) as progress:
+    with asked_by(job.path), nullcontext() if options.json else counted("sizing", only_on_terminal=True) as progress:
         found = look(question, evaluate, progress=progress)
     if options.out is not None:
         write_sizing(found, question, options.out)

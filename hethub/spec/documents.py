@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def read_text(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> str:
 def read_bytes(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> bytes:
     """The content of a file of at most `most_bytes`. Raises BadInput as `read_text` does."""
     try:
+        check_regular(path, f"a {what}")
         with path.open("rb") as file:
             content = file.read(most_bytes + 1)
     except FileNotFoundError:
@@ -90,6 +92,16 @@ def read_bytes(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> byte
     if len(content) > most_bytes:
         raise BadInput(f"{path}: the {what} is longer than {most_bytes:,} bytes, so it is none. Check the path.")
     return content
+
+
+def check_regular(path: Path, what: str) -> None:
+    """Raises BadInput where what is there can be read only once, or never."""
+    kinds = {"p": "FIFO", "s": "socket", "c": "device", "b": "device"}
+    if path.exists() and (kind := kinds.get(stat.filemode(path.stat().st_mode)[0])):
+        raise BadInput(
+            f"{path}: this is a {kind}, and {what} is read again and again, so it must be a regular file. Write what it gives "
+            "to a file, and name that."
+        )
 
 
 def read_json(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> Any:
@@ -108,6 +120,8 @@ def parse_json(text: str | bytes, name: str, what: str) -> Any:
         if what == "line":  # whose end is no place of its own
             place = f"column {min(error.pos, len(error.doc.rstrip())) + 1}"
         raise BadInput(f"{name}: the {what} is not valid JSON: {error.msg}, {place}.") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{name}: the {what} is no UTF-8 text: {error}; save the file as UTF-8.") from None
     except ValueError as error:
         raise BadInput(f"{name}: the {what} is not valid JSON: {error}.") from None
 

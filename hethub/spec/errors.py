@@ -1,5 +1,9 @@
 """The two ways a command ends badly, and nothing between them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class BadInput(ValueError):
     """The user's input breaks a rule: one paragraph says what was given, which rule it broke and what to change.
@@ -9,6 +13,15 @@ class BadInput(ValueError):
 
     agreed = False  # raised on every rank of a job at the same point
     quiet = False  # another rank prints it
+
+
+@contextmanager
+def asked_by(path: Path) -> Iterator[None]:
+    """BadInput about a question names the file that asks it: who answers knows none."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from None
 
 
 class BrokenRule(ValueError):

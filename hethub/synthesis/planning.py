@@ -6,6 +6,7 @@ from math import ceil
 import torch
 
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
 from hethub.spec.program import memory_limits
 from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.costs import Costs, Model, WithoutLatency, precision_of
@@ -13,7 +14,7 @@ from hethub.synthesis.graph import Graph, fingerprint
 from hethub.synthesis.program import Execution, Living, Program
 from hethub.synthesis.ratios import alternate, by_speed, even
 from hethub.synthesis.rules import PARTIAL, SAMPLES, Rule, Rules
-from hethub.synthesis.search import Problem, Search
+from hethub.synthesis.search import NoRoom, Problem, Search
 from hethub.synthesis.table import HEAVY, short
 
 
@@ -44,7 +45,13 @@ def plan_graph(graph: Graph, cluster: ClusterSpec, options: Search | None = None
 
 def plan_model(model: Model, options: Search | None = None, *, reserve: float = 0.0) -> Program:
     """As `plan_graph`, of a model that was posed."""
-    best = alternate(model, memory_limits(model.costs.cluster, reserve), options)
+    try:
+        best = alternate(model, memory_limits(model.costs.cluster, reserve), options)
+    except NoRoom as error:
+        kept = (
+            f" Or lower constraints.reserve (now {reserve:.8g}), which keeps that part of it free." if reserve else ""
+        )
+        raise BadInput(f"{error}{kept}") from None
     return program_of(best.found.execution, is_optimal=best.found.is_optimal, rounds=best.rounds)
 
 

@@ -68,6 +68,10 @@ _OUT_OF_TIME = 1  # scipy's status of a programme that HiGHS left at its time li
 _REMEDY = "Use a smaller batch, a smaller model, or accelerators with more memory."
 
 
+class NoRoom(BadInput):
+    """No program keeps every rank within its memory."""
+
+
 class Problem:
     """Variables and constraints of a model's programs; their costs, which shares decide, come with every question."""
 
@@ -123,7 +127,7 @@ class Problem:
                 highest = np.argsort(-living.most[:, rank], kind="stable")[: options.moments]
                 for moment in highest[living.most[highest, rank] > limits[rank]].tolist():
                     self._limit_memory(rank, moment, limits[rank], living.most[moment, rank])
-        raise BadInput(
+        raise NoRoom(
             f"no program was found whose ranks all keep within their memory; rank {over[0]} needs more. {_REMEDY}"
         )
 
@@ -306,9 +310,9 @@ class Problem:
             if answer.x is not None and (np.abs(answer.x - np.round(answer.x)) * whole).max() < WHOLE_NUMBER:
                 break
         if answer.x is None:
-            late = f"was found in time_limit_seconds ({options.time_limit_seconds:g}); allow more."
-            full = f"fits the ranks' memory. {_REMEDY}"
-            raise BadInput(f"no program {late if answer.status == _OUT_OF_TIME else full}")
+            if answer.status != _OUT_OF_TIME:
+                raise NoRoom(f"no program fits the ranks' memory. {_REMEDY}")
+            raise BadInput(f"no program was found in time_limit_seconds ({options.time_limit_seconds:g}); allow more.")
         rules = tuple(max(own, key=lambda n: answer.x[own[n]]) for own in self._choices)
         kept = {name: max(own, key=lambda s: answer.x[own[s]]) for name, own in self._kept.items()}
         execution = Execution(self._model, rules, kept, self._shares)

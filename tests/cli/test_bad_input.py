@@ -332,6 +332,33 @@ def test_under_mpirun_it_is_said_once_and_that_other_data_are_other_data(tmp_pat
     assert set(files_below(tmp_path)) == before
 
 
+def elsewhere(rank):
+    """Rank 1 was started with another --run-dir."""
+    from hethub.commands import train
+
+    run_plan = train._run_plan
+
+    def moved(options):
+        options.run_dir = options.job.with_name("there") if rank else options.run_dir
+        return run_plan(options)
+
+    train._run_plan = moved
+
+
+def test_ranks_that_name_unlike_run_folders_are_told_so(tmp_path):
+    """The run went to rank 0's, and nobody said so."""
+    write_job(tmp_path / "job", train={"steps": 1})
+    results = ranks(4, "train", "job/job.yaml", "--run-dir", "here", cwd=tmp_path, hook=elsewhere)
+    check_refused(
+        results,
+        "run_folder differs: rank 0",
+        "has --run-dir here",
+        "has --run-dir job/there",
+        "give every rank the same",
+    )
+    assert not (tmp_path / "here").exists()
+
+
 @pytest.mark.slow
 @needs_mpirun
 def test_mpirun_without_mpi4py_is_said_once_per_node(tmp_path):

@@ -2,6 +2,7 @@
 them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from hethub.cli import run
+from tests.support.job_files import program_plan
 
 MODEL = {
     "name": "m",
@@ -71,6 +73,13 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], int, dict[str, Any], str]] = {
         {"forbid": [["amd", "amd"]]},
         "constraints.forbid: 'amd' is forbidden beside itself",
     ),
+    "constraints with their file": (
+        [node(), AMD],
+        16,
+        {"schedule": "zero_bubble", "recompute": "full"},
+        "/job.yaml: constraints.schedule: zero_bubble contradicts recompute: full",
+    ),
+    "a precision with its file": ([node("t", "T4")], 16, {}, "/job.yaml: train.precision bf16: accelerator T4"),
     "an unknown constraint": (
         [node(), AMD],
         16,
@@ -160,3 +169,44 @@ def test_a_plan_that_cannot_be_run_says_so(tmp_path: Path, capsys: pytest.Captur
     assert "hethub trains family llama alone, not gpt: this plan" in said
     assert run(["plan", str(write_job(tmp_path, [node()], 4, {})), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["not_trained"] == []
+
+
+@pytest.mark.parametrize("text", ["stages: [", "", "\N{BYTE ORDER MARK}[]"], ids=["broken", "empty", "a list"])
+def test_what_may_be_a_plan_is_not_called_a_job_alone(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a damaged plan it was said that the job file is no YAML."""
+    (tmp_path / "plan.yaml").write_text(text)
+    assert run(["predict", str(tmp_path / "plan.yaml")]) == 2
+    assert " job or plan file is " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["plan it", "predict it", "plan job.yaml --profile it", "validate it", "report it"])
+def test_what_can_be_read_once_or_never_is_refused(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A FIFO was waited for without end."""
+    write_job(tmp_path, [node()], 4, {})
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("it")
+    assert run(given.split()) == 2
+    assert "it: this is a FIFO, and " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ({"predicted_seconds": 0}, "program.predicted_seconds is 0, but"),
+        ({"memory_bytes": [1]}, "program.memory_bytes: a list of 1 for 4 ranks"),
+        ({"ratios": {"samples": []}}, "program.ratios.samples: a list of 0 for 4 ranks"),
+        ({"axes": [{"name": "samples", "shares": [8]}]}, "program.axes[0].shares: a list of 1 for 4 ranks"),
+        ({"ratios": {}}, "program.operators[0].axis: 'samples' is no axis that the program has ratios of"),
+    ],
+)
+def test_a_program_that_contradicts_itself_is_refused(
+    program: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended in a traceback."""
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(program_plan(**program)))
+    assert run(["predict", str(tmp_path / "plan.yaml")]) == 2
+    assert words in capsys.readouterr().err

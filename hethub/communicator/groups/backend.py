@@ -101,7 +101,7 @@ def context_from_environment(options: Any) -> Context:
         emulated = os.environ.get("HETHUB_ISLANDS")
         islands = parse_islands(emulated, size) if emulated else None
         staged = [int(word) for word in os.environ.get("HETHUB_STAGED_RANKS", "").split(",") if word]
-    return make_context(
+    context = make_context(
         rendezvous,
         device=device,
         islands=islands,
@@ -111,6 +111,9 @@ def context_from_environment(options: Any) -> Context:
         debug=os.environ.get("HETHUB_DEBUG", "0") == "1",
         staged_ranks=staged,
     )
+    if rank == 0:
+        store.delete_key("token")  # which all ranks knew before they told their facts
+    return context
 
 
 def _meeting(store: dist.Store, rank: int, size: int) -> Rendezvous:

@@ -52,6 +52,7 @@ def connect_same_host(rendezvous: Rendezvous, hosts: Sequence[str], timeout_seco
             admitted = _admitted(sock, rendezvous.token, timeout_seconds)
             if admitted is not None:
                 links[admitted] = ShmLink(_with_timeout(sock, timeout_seconds), admitted, device)
+    store.delete_key(str(rank))  # whoever asks for it has
     return ShmRelay(links)
 
 

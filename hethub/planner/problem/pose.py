@@ -54,8 +54,8 @@ def _check_precision(problem: Problem) -> None:
                 p for p in ("bf16", "fp16", "fp32") if all(k.accelerator.peak_flops(p) for k in problem.device_types)
             ]
             raise BadInput(
-                f"precision {precision}: accelerator {device_type.accelerator.name} (node '{node}') does not compute in it. All of cluster "
-                f"'{problem.cluster.name}' compute in {', '.join(able)}; choose one of these, or leave that node out."
+                f"train.precision {precision}: accelerator {device_type.accelerator.name} (node '{node}') does not compute in it. All of "
+                f"cluster '{problem.cluster.name}' compute in {', '.join(able)}; choose one of these, or leave that node out."
             )
 
 
@@ -68,7 +68,7 @@ def _check_constraints(problem: Problem) -> None:
     _check_forbidden_names(problem)
     for checks in (_of_degrees, _of_products, _of_batches, _of_modes):
         for one, other in checks(problem):
-            raise BadInput(f"constraints: {one} contradicts {other}; change one of them.")
+            raise BadInput(f"constraints.{one} contradicts {other}; change one of them.")
 
 
 def _check_forbidden_names(problem: Problem) -> None:
@@ -77,7 +77,7 @@ def _check_forbidden_names(problem: Problem) -> None:
     for name in (name for pair in problem.constraints.forbid for name in pair):
         if name not in known:
             raise BadInput(
-                f"constraints: forbid names '{name}', which is neither an accelerator nor a vendor of cluster "
+                f"constraints.forbid names '{name}', which is neither an accelerator nor a vendor of cluster "
                 f"'{problem.cluster.name}'; {suggest(name, known)}"
             )
 

@@ -31,6 +31,7 @@ class LoopState(Spec):
     good_steps: WholeNumber
     schedule: ScheduleState | None = None  # None, as below: of an earlier version
     samples: tuple[WholeNumber, ...] | None = None  # that each source of the data has given
+    sources: tuple[str, ...] | None = None  # the fingerprint of each
 
 
 class CheckpointRecord(Spec):

@@ -155,12 +155,27 @@ class Dataset:
     @cached_property
     def fingerprint(self) -> str:
         """The stream's; of several the hash of all theirs in order. Weights do not count."""
-        return self._fingerprint(earlier=False)
+        return _joined(self.fingerprints)
+
+    @cached_property
+    def fingerprints(self) -> tuple[str, ...]:
+        """Of each stream."""
+        return tuple(stream.fingerprint() for stream in self.streams)
+
+    def changed(self, saved: Sequence[str] | None) -> str:
+        """The streams that have other fingerprints than a checkpoint has `saved`, by name; all where they are not as many."""
+        before = saved if saved is not None and len(saved) == len(self.streams) else [""] * len(self.streams)
+        found = [
+            own.name for own, *pair in zip(self.streams, before, self.fingerprints, strict=True) if pair[0] != pair[1]
+        ]
+        return " and ".join(found)
 
     def is_of(self, fingerprint: str) -> bool:
         """Whether a checkpoint's fingerprint, perhaps one of an earlier version, is this data's."""
-        return fingerprint == self.fingerprint or fingerprint == self._fingerprint(earlier=True)
+        return fingerprint == self.fingerprint or fingerprint == _joined(
+            [stream.fingerprint(earlier=True) for stream in self.streams]
+        )
 
-    def _fingerprint(self, *, earlier: bool) -> str:
-        found = [stream.fingerprint(earlier=earlier) for stream in self.streams]
-        return found[0] if len(found) == 1 else hashlib.blake2b("".join(found).encode(), digest_size=16).hexdigest()
+
+def _joined(found: Sequence[str]) -> str:
+    return found[0] if len(found) == 1 else hashlib.blake2b("".join(found).encode(), digest_size=16).hexdigest()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hethub.runtime.data.chat import ChatTemplate, conversations
 from hethub.runtime.data.dataset import Dataset
-from hethub.runtime.data.sources import Piece, check_regular, list_files, pieces, stdlib_pieces
+from hethub.runtime.data.sources import Piece, list_files, pieces, stdlib_pieces
 from hethub.runtime.data.stream import Stream
 from hethub.runtime.data.tables import table_files, table_pieces
 from hethub.runtime.data.token_file import Marks, read_marks, read_token_file, token_file_writer
@@ -26,7 +26,7 @@ from hethub.runtime.data.tokenizer import (
     encode_stream,
     load_tokenizer,
 )
-from hethub.spec.documents import unfinished_files
+from hethub.spec.documents import check_regular, unfinished_files
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import TOKENIZER, DataSpec, SourceSpec
 
@@ -176,7 +176,7 @@ def overlap(training: DataSpec, held_out: DataSpec, base: Path) -> str | None:
 
 
 def _from_token_file(path: Path, spec: DataSpec, base: Path) -> _Tokens:
-    check_regular(path)
+    check_regular(path, "data")
     header, array = read_token_file(path)
     named = None if spec.tokenizer == "bytes" else load_tokenizer(spec.tokenizer, base)
     if named is not None and not named.is_called(header.tokenizer):

@@ -1,14 +1,14 @@
 """Text from files, piece by piece, so that no file has to fit in memory."""
 
+import codecs
 import os
-import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn
 
 from hethub.spec.base import describe
-from hethub.spec.documents import parse_json
+from hethub.spec.documents import check_regular, parse_json
 from hethub.spec.errors import BadInput
 
 PIECE_BYTES = 2**20  # larger text files are read, and tokenised, in pieces of whole lines of about this size
@@ -43,7 +43,7 @@ def list_files(path: Path, suffix: str = "") -> list[Path]:
     """
     if path.is_file():
         return [path]
-    check_regular(path)
+    check_regular(path, "data")
     if not path.is_dir():
         raise BadInput(
             f"{path}: there is no such file or folder of text. A job's data.path is relative to the job file."
@@ -54,16 +54,6 @@ def list_files(path: Path, suffix: str = "") -> list[Path]:
             f"{path}: the folder holds no {suffix or 'visible'} files; name a folder with unpacked text in it."
         )
     return [path / name for name in sorted(relative, key=Path.as_posix)]
-
-
-def check_regular(path: Path) -> None:
-    """Raises BadInput where what is there can be read only once, or never."""
-    kinds = {"p": "FIFO", "s": "socket", "c": "device", "b": "device"}
-    if path.exists() and (kind := kinds.get(stat.filemode(path.stat().st_mode)[0])):
-        raise BadInput(
-            f"{path}: this is a {kind}, and data is read from regular files, by many processes and again and again. Write what it "
-            "gives to a file, and name that."
-        )
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -149,12 +139,17 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """The file, whose text is to be read. Raises BadInput where it is compressed."""
+    """The file, whose text is to be read. Raises BadInput where it is compressed, or in an encoding of Windows'."""
     file = path.open("rb")
     start = file.peek(6)
     if found := next((how for magic, how in _COMPRESSED.items() if start.startswith(magic)), None):
         file.close()
         raise BadInput(f"{path}: is compressed by {found}, and text is read as it is. Unpack the file.")
+    if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or b"\0" in start[:4]:
+        file.close()
+        raise BadInput(
+            f"{path}: is UTF-16 or UTF-32, and text is read as UTF-8. Convert it (iconv -f utf-16 -t utf-8)."
+        )
     return file
 
 

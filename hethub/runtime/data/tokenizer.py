@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from hethub.runtime.data.chat import CONFIG, Conversation, special_token, tokenizer_config
 from hethub.runtime.data.sources import Piece
+from hethub.spec.documents import check_regular
 from hethub.spec.errors import BadInput
 
 END_OF_DOCUMENT_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -169,6 +170,7 @@ def _encode_bytes(texts: Sequence[str]) -> list[NDArray[Any]]:
 
 def _from_file(path: Path) -> Tokenizer:
     try:
+        check_regular(path, "a tokenizer")
         with path.open("rb") as file:
             content = file.read(_MOST_FILE_BYTES + 1)
     except OSError as error:

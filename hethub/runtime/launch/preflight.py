@@ -5,6 +5,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hethub.communicator import Rendezvous
@@ -36,6 +37,7 @@ class Facts(Software):
     host_memory_bytes: int | None = None  # that ranks of the host may use together
     compute_units: int | None = None  # of the device, None on a CPU
     restarted: bool = False  # its launcher has started it before
+    run_folder: str = ""  # as its command line names it, and how
 
     @property
     def where(self) -> str:
@@ -58,14 +60,21 @@ class Agreed(NamedTuple):
         return any(own.restarted for own in self.facts)
 
 
-def own_facts(info: LaunchInfo, device: Device, *, read: Any = None, tokens: str = "") -> Facts:
-    """This process's facts; `read` is the JSON-able data of its files, `tokens` the fingerprint of its data."""
+def own_facts(info: LaunchInfo, device: Device, *, read: Any = None, tokens: str = "", run_folder: str = "") -> Facts:
+    """This process's facts; `read` is the JSON-able data of its files, `tokens` the fingerprint of its data, `run_folder` as
+    `folder_asked_for` says."""
     return Facts(
         rank=info.rank, host=socket.gethostname(), local_rank=info.local_rank, vendor=device.vendor, device=device.name,
         memory_bytes=device.memory_bytes(), job="" if read is None else json_hash(read), tokens=tokens,
         host_memory_bytes=host_memory_bytes(), compute_units=device.compute_units(), library=device.native_library,
-        restarted=is_restarted(), **Facts.versions(),
+        restarted=is_restarted(), run_folder=run_folder, **Facts.versions(),
     )  # fmt: skip
+
+
+def folder_asked_for(run_dir: Path | None, resume: Path | None) -> str:
+    """A rank's options that name its run folder."""
+    given = {"--run-dir": run_dir, "--resume": resume}
+    return " ".join(f"{option} {path}" for option, path in given.items() if path is not None) or "none"
 
 
 def agree(meeting: Rendezvous, own: Facts, cluster: ClusterSpec | None) -> Agreed:
@@ -85,14 +94,15 @@ def exchange_facts(meeting: Rendezvous, key: str, own: AnyFacts) -> list[AnyFact
 def check_versions(facts: Sequence[Facts]) -> list[str]:
     """Warnings about small differences between ranks.
 
-    Raises BadInput naming two ranks where they differ in hethub, Python, torch, byte order, MPI, job or tokens, or those
-    of one maker in the version of its library.
+    Raises BadInput naming two ranks where they differ in hethub, Python, torch, byte order, MPI, job, run folder or tokens, or
+    those of one maker in the version of its library.
     """
     return check_same([(own.where, own) for own in facts], also=_READ_ALIKE)
 
 
 _READ_ALIKE = {
     "job": "Every rank must read the same job, model, cluster and plan; copy the files to every node.",
+    "run_folder": "One run is trained in one folder, which all ranks must reach; give every rank the same --run-dir and --resume.",
     "tokens": "Every rank must read the same data (python-stdlib differs between Python versions); copy one token file "
     "made by `hethub tokenise` to every node.",
 }

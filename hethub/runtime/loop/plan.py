@@ -20,7 +20,7 @@ from hethub.runtime.measure.speed_classes import tell_apart_as
 from hethub.runtime.run_claim import RunClaim
 from hethub.runtime.run_folder import RunFolder, default_run_folder, run_and_step, same_ranks
 from hethub.spec.cluster import ClusterSpec, load_cluster
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, asked_by
 from hethub.spec.job import Job, JobSpec, load_plan_of
 from hethub.spec.layout.bind import Layout, bind, bind_file
 from hethub.spec.layout.execution import check_executable
@@ -179,16 +179,17 @@ def _decide(
         from hethub.planner import plan as make_plan  # only rank 0 plans, so only it loads the search
 
         strategy = job.spec.plan
-        result = make_plan(
-            job.model,
-            cluster,
-            job.spec.train.batch,
-            constraints,
-            strategy=strategy,
-            with_bounds=False,
-            profile=profile,
-            software=software,
-        )
+        with asked_by(job.path):
+            result = make_plan(
+                job.model,
+                cluster,
+                job.spec.train.batch,
+                constraints,
+                strategy=strategy,
+                with_bounds=False,
+                profile=profile,
+                software=software,
+            )
         layout, prediction = bind(result.plan, job.model, cluster), result.prediction
     return {
         "plan": layout.plan.model_dump(mode="json"),

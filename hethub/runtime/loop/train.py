@@ -7,7 +7,7 @@ from hethub.kernels.bodies import choose
 from hethub.runtime.going_on import folder_to_resume
 from hethub.runtime.launch.consensus import consensus
 from hethub.runtime.launch.launcher_environment import launch_info, one_voice_per_node
-from hethub.runtime.launch.preflight import agree, own_facts
+from hethub.runtime.launch.preflight import agree, folder_asked_for, own_facts
 from hethub.runtime.launch.rendezvous import meet
 from hethub.runtime.launch.session import watched, watched_meeting
 from hethub.runtime.loop.build import build, connect_ranks
@@ -41,7 +41,9 @@ def train(
         job, device = consensus(meeting, "job", lambda: check_job(read.job, info))
         choose(job.spec.train.compile)
         data = read_data(meeting, job, info, job.model.vocab)
-        agreed = agree(meeting, own_facts(info, device, read=told(job), tokens=data.fingerprint), job.cluster)
+        asked = folder_asked_for(run_dir, resume)
+        facts = own_facts(info, device, read=told(job), tokens=data.fingerprint, run_folder=asked)
+        agreed = agree(meeting, facts, job.cluster)
         compared = check_makers(meeting, job, device, agreed.facts)
         resume = folder_to_resume(
             meeting, job, run_dir, resume, restarted=agreed.restarted, accept_changes=accept_changes

@@ -191,6 +191,7 @@ class TrainingRank:
             good_steps=self.loss_scale.good_steps,
             schedule=self.schedule.state,
             samples=self.dataset.position(step, self.layout.plan.global_batch),
+            sources=self.dataset.fingerprints,
         )
         precision, model = self.layout.plan.precision, self.layout.model
         record = CheckpointRecord(
@@ -207,7 +208,9 @@ class TrainingRank:
         record = checkpoints.load(path, self.layout, self.optimizer)
         extra, self.updates = record.extra, record.updates
         if not self.dataset.is_of(extra.tokens):
-            raise BadInput(_other("tokens", extra.tokens, self.dataset.fingerprint, path))
+            raise BadInput(
+                _other(f"tokens of {self.dataset.changed(extra.sources)}", extra.tokens, self.dataset.fingerprint, path)
+            )
         if extra.seed != self.train.seed:
             raise BadInput(_other("seed", extra.seed, self.train.seed, path))
         if extra.tokens != self.dataset.fingerprint and not self.dataset.predicts_all:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hethub.runtime.program.subject import Subject
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, asked_by
 from hethub.spec.job import STRATEGIES, ConstraintsSpec, EmulationSpec, Job
 from hethub.spec.program import ProgramFor, ProgramPlanSpec
 from hethub.synthesis.capture.trace import trace
@@ -70,7 +70,8 @@ def plan_program(
     began, limits = time.perf_counter(), job.spec.constraints
     options = Search(time_limit_seconds=limits.time_limit_seconds or Search().time_limit_seconds)
     model = pose(graph, cluster)
-    program = plan_model(model, options, reserve=limits.reserve)
+    with asked_by(job.path):
+        program = plan_model(model, options, reserve=limits.reserve)
     searched = time.perf_counter() - began
     train = job.spec.train
     plan = ProgramPlanSpec(

@@ -55,6 +55,8 @@ class Batches:
         if batch is None:
             raise self._fault(step, "ended; lower train.steps." if self._taken else "are empty; give at least one.")
         tensors = batch if isinstance(batch, (tuple, list)) else (batch,)
+        if not tensors:
+            raise self._fault(step, "hold an empty tuple; put the tensors that forward takes into it.")
         wrong = next((value for value in tensors if not isinstance(value, Tensor)), None)
         if wrong is not None:
             raise self._fault(step, f"hold {type(wrong).__name__}; make batches tuples of tensors.")

@@ -12,7 +12,7 @@ from hethub.runtime.going_on import folder_to_resume
 from hethub.runtime.launch.consensus import all_gather, broadcast, consensus
 from hethub.runtime.launch.device import open_device
 from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info, one_voice_per_node
-from hethub.runtime.launch.preflight import Agreed, Facts, agree, own_facts
+from hethub.runtime.launch.preflight import Agreed, Facts, agree, folder_asked_for, own_facts
 from hethub.runtime.launch.rendezvous import meet
 from hethub.runtime.launch.session import watched, watched_meeting
 from hethub.runtime.loop.build import BUILDING_SECONDS, connect_ranks
@@ -104,7 +104,8 @@ def train_program(
             vocab = ANY_TOKEN if made.job.described is None else made.job.described.vocab
             data = read_data(meeting, made.job, info, vocab)
         opened = consensus(meeting, "graph", lambda: _open(made, data, info), patience_seconds=BUILDING_SECONDS)
-        agreed = agree(meeting, opened.facts, opened.job.cluster)
+        facts = replace(opened.facts, run_folder=folder_asked_for(run_dir, resume))
+        agreed = agree(meeting, facts, opened.job.cluster)
         _same_start(meeting, opened)
         resume = folder_to_resume(
             meeting, opened.job, run_dir, resume, restarted=agreed.restarted, accept_changes=accept_changes

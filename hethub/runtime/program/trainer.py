@@ -152,6 +152,7 @@ class ProgramTrainer:
         record["schedule"] = self.schedule.state.to_dict()
         if self._dataset is not None:
             record["samples"] = self._dataset.position(step, self._train.global_batch)
+            record["sources"] = self._dataset.fingerprints
         checkpoints.save(step, list(self._parts(to_save=True)), record)
 
     def restore(self, path: Path) -> int:
@@ -160,8 +161,10 @@ class ProgramTrainer:
         for key, own in self._origin().items():
             is_same = key == "data" and self._dataset is not None and self._dataset.is_of(record[key])
             if record[key] != own and not is_same:
+                data = self._dataset if key == "data" else None
+                what = key if data is None else f"data {data.changed(record.get('sources'))}"
                 raise BadInput(
-                    f"{path}: the checkpoint was trained with {key} {record[key]}, the job has {own}; give the same, or start "
+                    f"{path}: the checkpoint was trained with {what} {record[key]}, the job has {own}; give the same, or start "
                     "a new run."
                 )
         with torch.no_grad():

@@ -9,7 +9,7 @@ from hethub.spec.accelerator import Precision
 from hethub.spec.base import Spec, load
 from hethub.spec.cluster import ClusterSpec, NonNegative
 from hethub.spec.documents import dump_yaml, read_yaml, write_whole
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, BrokenRule
 from hethub.spec.model import Count
 
 Atoms = Annotated[int, Field(ge=0)]
@@ -42,7 +42,7 @@ class ProgramSpec(Spec):
     """A program as `Program.to_yaml()` writes it."""
 
     ranks: Count
-    predicted_seconds: NonNegative
+    predicted_seconds: Annotated[float, Field(ge=1e-12)]
     optimizer_seconds: NonNegative = 0.0  # contained in them
     memory_bytes: tuple[int, ...]
     proved_optimal: bool
@@ -54,6 +54,21 @@ class ProgramSpec(Spec):
     moves: tuple[tuple[int, str, str, str | None], ...]  # tensor, from, to, collective
     computed_whole_without_a_rule: dict[str, str] = {}  # noqa: RUF012
     operators: tuple[OperatorSpec, ...]
+
+    @model_validator(mode="after")
+    def _is_of_its_ranks_and_axes(self) -> "ProgramSpec":
+        shares = ((("axes", place, "shares"), axis.shares) for place, axis in enumerate(self.axes))
+        ratios = ((("ratios", name), parts) for name, parts in self.ratios.items())
+        for key, each in ((("memory_bytes",), self.memory_bytes), *ratios, *shares):
+            if len(each) != self.ranks:
+                raise BrokenRule(f"a list of {len(each)} for {self.ranks} ranks; give a figure for each rank.", *key)
+        for place, operator in enumerate(self.operators):
+            if operator.axis is not None and operator.axis not in self.ratios:
+                raise BrokenRule(
+                    f"'{operator.axis}' is no axis that the program has ratios of; known: {', '.join(self.ratios) or 'none'}.",
+                    *("operators", place, "axis"),
+                )
+        return self
 
 
 class ProgramFor(Spec):

@@ -10,7 +10,7 @@ from torch import fx
 
 from hethub.spec.errors import BadInput
 from hethub.synthesis.capture.nodes import NUMBERS, annotated, called, draws, given
-from hethub.synthesis.capture.whole_batch import refuse_batch_norm
+from hethub.synthesis.capture.whole_batch import aten, refuse_batch_norm, refuse_instance_norm
 from hethub.synthesis.graph import schema_of
 
 CONSTANT = "writes in place to a tensor that the module keeps as a plain attribute, or to what is made of one; register it as a buffer."
@@ -112,4 +112,5 @@ def refuse_operator(node: fx.Node) -> None:
             " call .eval() on it, or let the numbers be an input of forward."
         )
     if "batch_norm" in called(node) and given(node, "training") and given(node, "running_mean") is not None:
-        refuse_batch_norm(module)
+        by_sample = given(node, "running_mean").target is aten.repeat.default  # the statistics once for each sample
+        (refuse_instance_norm if by_sample else refuse_batch_norm)(module)

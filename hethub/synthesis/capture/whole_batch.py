@@ -23,18 +23,32 @@ def refuse_batch_norm(name: str) -> None:
     )
 
 
+def refuse_instance_norm(name: str) -> None:
+    raise BadInput(
+        f"'{name}' is InstanceNorm in training that keeps running statistics, and every rank would keep those of its own samples;"
+        " set track_running_stats=False, with which it trains alike, or call .eval() on it to keep its statistics."
+    )
+
+
 def normalized(norm: Any, name: str, updates: dict[str, torch.Tensor], values: torch.Tensor) -> torch.Tensor:
     """What SyncBatchNorm `norm`, or any batch norm that keeps its statistics, makes of values [samples, channels, ...].
 
     SyncBatchNorm's statistics are those of the whole batch; what it would store of them goes into `updates`, by the names
-    that the buffers have in a module which calls it `name`. Raises BadInput for another batch norm in training.
+    that the buffers have in a module which calls it `name`. Raises BadInput for another batch norm in training,
+    and for a batch without a variance.
     """
+    norm._check_input_dim(values)
     by_channel = (1, -1, *[1] * (values.dim() - 2))
     if norm.training or norm.running_mean is None:
         if not isinstance(norm, nn.SyncBatchNorm):
             refuse_batch_norm(name)
         dims = [0, *range(2, values.dim())]
         count = values.numel() // values.shape[1]
+        if count < 2:
+            raise BadInput(
+                f"'{name}' normalizes over the batch, which has fewer than two values for each channel and so no variance; give"
+                " it a larger batch, or call .eval() on it where it has running statistics."
+            )
         mean = values.sum(dims) / count
         centred = values - mean.view(by_channel)
         variance = (centred * centred).sum(dims) / count

@@ -142,5 +142,26 @@ def test_plain_groups_leave_nothing_behind(islands):
     assert values(outcomes) == [(0, 0, 0)] * 2
 
 
+def added_to_the_store(rank, store, name):
+    """The keys that a second world leaves in the store that it met in."""
+    shared = dist.PrefixStore(name, store)
+    for number in range(2):
+        before = store.num_keys()
+        dist.init_process_group("hethub", store=shared, rank=rank, world_size=2)
+        dist.all_reduce(torch.ones(4))
+        dist.destroy_process_group()
+        store.set(f"{name}/closed/{number}/{rank}", "")
+        store.wait([f"{name}/closed/{number}/{other}" for other in range(2)])
+    return store.num_keys() - before - 2
+
+
+@pytest.mark.parametrize("islands", ["0|1", "0,1"])
+def test_a_world_takes_what_its_ranks_said_out_of_the_store(islands):
+    """About a dozen keys of each stayed in a launcher's store, which outlives many."""
+    name = f"rounds {islands}"
+    outcomes = start_ranks(2, added_to_the_store, name, timeout_seconds=60, environment={"HETHUB_ISLANDS": islands})
+    assert max(values(outcomes)) <= 2  # where its watch listens, and the numbers of its groups
+
+
 def test_nothing_is_left_behind():
     assert values(start_ranks(2, leaked, timeout_seconds=60)) == [(set(), 0)] * 2

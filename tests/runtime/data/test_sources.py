@@ -144,6 +144,20 @@ def test_text_that_is_no_utf8_is_named_with_its_byte(tmp_path: Path, monkeypatch
         opened(tmp_path, source="text", path="a.txt")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+def test_lines_in_wide_characters_are_told_to_be_converted(tmp_path: Path, encoding: str) -> None:
+    """They were no valid JSON, by a codec's words; and of some a part was read."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a word"}\n' * 3, encoding=encoding)
+    with pytest.raises(BadInput, match=r"a\.jsonl: is UTF-16 or UTF-32, and text is read as UTF-8\. Convert it"):
+        opened(tmp_path, source="jsonl", path="a.jsonl")
+
+
+def test_a_line_that_is_no_utf8_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "ä"}\n', encoding="latin-1")
+    with pytest.raises(BadInput, match=r"a\.jsonl, line 2: the line is no UTF-8 text: .*; save the file as UTF-8\."):
+        opened(tmp_path, source="jsonl", path="a.jsonl")
+
+
 def test_the_stdlib_is_capped_and_skips_what_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("json", "test", "site-packages"):
         (tmp_path / folder).mkdir()

@@ -211,9 +211,10 @@ def dawdle(rank: int) -> None:
     read.tokenise_data = slowly
 
 
-def restored(data: Dataset, tokens: str) -> list[str]:
+def restored(data: Dataset, tokens: str, sources: tuple[str, ...] | None = None) -> list[str]:
     """The warnings of a rank that takes up a checkpoint whose data had the fingerprint `tokens`."""
-    state = LoopState(step=2, seed=1, tokens=tokens, loss_scale=1.0, good_steps=0, samples=(4,))
+    samples = (4,) * len(data.streams)
+    state = LoopState(step=2, seed=1, tokens=tokens, loss_scale=1.0, good_steps=0, samples=samples, sources=sources)
     rank: Any = TrainingRank.__new__(TrainingRank)
     rank.layout, rank.dataset, rank.train, rank.warnings = None, data, TrainSpec(), []
     rank.loss_scale = SimpleNamespace()
@@ -233,8 +234,26 @@ def test_a_run_of_an_earlier_version_goes_on_and_is_told_what_is_otherwise(tmp_p
         assert earlier != data.fingerprint
         assert not restored(data, data.fingerprint)
         assert ["conversations are kept whole" in warning for warning in restored(data, earlier)] == [True] * warned
-    with pytest.raises(BadInput, match=r"trained with tokens other.*data\.bos=false"):
+    with pytest.raises(BadInput, match=r"trained with tokens of .*a\.txt other.*data\.bos=false"):
         restored(text, "other")
+
+
+def test_the_source_that_has_changed_since_a_checkpoint_is_named(tmp_path: Path) -> None:
+    """Two hashes were told, of all sources together."""
+    sources = [{"source": "text", "path": f"{name}.txt", "weight": 1} for name in "ab"]
+    mixture = DataSpec.model_validate({"sources": sources})
+
+    def of(text: str) -> Dataset:
+        (tmp_path / "a.txt").write_text("some text")
+        (tmp_path / "b.txt").write_text(text)
+        return open_dataset(mixture, tmp_path, seq_len=4, seed=1, vocab=272)
+
+    before, now = of("more text"), of("other text")
+    assert not restored(before, before.fingerprint, before.fingerprints)
+    with pytest.raises(BadInput, match=r"trained with tokens of [^ ]*/b\.txt [0-9a-f]+, the job has"):
+        restored(now, before.fingerprint, before.fingerprints)
+    with pytest.raises(BadInput, match=r"trained with tokens of [^ ]*/a\.txt and [^ ]*/b\.txt [0-9a-f]+, the job has"):
+        restored(now, before.fingerprint)  # of a checkpoint from before that was kept
 
 
 @pytest.mark.slow

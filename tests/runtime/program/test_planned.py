@@ -75,6 +75,17 @@ def test_a_program_is_not_predicted_for_another_batch_precision_or_cluster(
     assert not (tmp_path / "run").exists()
 
 
+def test_memory_that_the_reserve_leaves_too_small_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was told of a smaller model and larger accelerators alone, and of no file."""
+    job = write_program_job(tmp_path / "job", "make", size=2)
+    assert run(["plan", str(job), "--set", "constraints.reserve=0.99999999"]) == 2
+    said = capsys.readouterr().err
+    assert f"{job}: no program" in said
+    assert "Or lower constraints.reserve (now 0.99999999), which keeps that part of it free." in said
+
+
 def test_a_run_whose_code_has_changed_goes_on_where_that_is_accepted(tmp_path: Path) -> None:
     job = write_program_job(tmp_path / "job", "make", size=2)
     train(2, job, "--run-dir", tmp_path / "run", cwd=tmp_path)

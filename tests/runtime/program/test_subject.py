@@ -65,6 +65,8 @@ def test_batches_that_fail_are_bad_input_before_the_first_step_and_a_failed_run_
         Batches(failing(0), torch.float32, "net")
     with pytest.raises(BadInput, match="are empty"):
         Batches([], torch.float32, "net")
+    with pytest.raises(BadInput, match="hold an empty tuple; put the tensors that forward takes into it"):
+        Batches([()], torch.float32, "net")
     with pytest.raises(BadInput, match="hold str"):
         Batches([("a",)], torch.float32, "net")
     given = Batches(failing(2), torch.float32, "net")

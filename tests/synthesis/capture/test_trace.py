@@ -115,6 +115,11 @@ class Cond(nn.Module):
     [
         (Wrapped(nn.Dropout(0.5)), ["inner", "random", "dropout"]),
         (Wrapped(nn.BatchNorm1d(4)), ["inner", "BatchNorm", "convert_sync_batchnorm", ".eval()"]),
+        (
+            Wrapped(nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True))),
+            ["'inner.1' is InstanceNorm", "track_running_stats=False", ".eval()"],
+        ),
+        (Wrapped(nn.SyncBatchNorm(4)), ["'inner'", "fewer than two values", "larger batch"]),
         (Wrapped(Noise()), ["inner", "random", "aten.rand_like"]),
         (Wrapped(Branch()), ["depend", "torch.where", "test_trace.py", "in forward"]),
         (Wrapped(Picked()), ["depend", "aten.nonzero", "test_trace.py", "in forward"]),
@@ -130,6 +135,8 @@ class Cond(nn.Module):
     ids=[
         "dropout",
         "batch norm",
+        "instance norm",
+        "batch norm of one sample",
         "noise",
         "branch",
         "mask",
@@ -144,8 +151,9 @@ class Cond(nn.Module):
     ],
 )
 def test_what_cannot_be_cut_is_refused(module: nn.Module, words: list[str]) -> None:
+    samples = 1 if "fewer than two values" in words else 6
     with pytest.raises(BadInput) as refusal:
-        trace(module, (torch.randn(6, 4),))
+        trace(module, (torch.randn(samples, 4),))
     for word in words:
         assert word in str(refusal.value)
 

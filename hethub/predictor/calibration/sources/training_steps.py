@@ -14,6 +14,7 @@ from hethub.predictor.cost.software import HETHUB, MathPrecision, Software
 from hethub.predictor.memory.ranks import rank_memory
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.documents import check_regular
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
 from hethub.spec.model import ModelSpec
@@ -78,6 +79,7 @@ def columns_of(path: Path) -> tuple[str, ...]:
     """The names in the first line of a CSV table. Raises BadInput where it cannot be read."""
     if not path.exists():
         raise BadInput(f"{path}: there is no such table. Check the path.")
+    check_regular(path, "a table")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             return tuple(csv.DictReader(file).fieldnames or ())
