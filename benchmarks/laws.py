@@ -31,9 +31,11 @@ from hethub.planner.evaluate.outlook import Outlooks  # noqa: E402
 from hethub.planner.problem.pose import pose  # noqa: E402
 from hethub.planner.problem.problem import Batch  # noqa: E402
 from hethub.planner.problem.scaled import Scale, scaled  # noqa: E402
+from hethub.predictor import predict  # noqa: E402
 from hethub.spec.cluster import ClusterSpec, NodeSpec  # noqa: E402
 from hethub.spec.errors import BadInput  # noqa: E402
 from hethub.spec.job import ConstraintsSpec  # noqa: E402
+from hethub.spec.layout.bind import bind  # noqa: E402
 from hethub.spec.plan import PlanSpec, ScheduleName  # noqa: E402
 from tests.oracle.question import Question, random_question  # noqa: E402
 
@@ -100,7 +102,8 @@ def better(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
 
 
 def without(asked: Question, node: NodeSpec) -> float:
-    """J of the plan for all other nodes, in the whole cluster."""
+    """J of the plan for all other nodes, in the whole cluster; infinite where it fits there no more, beside communicators
+    that one accelerator alone has none of."""
     cluster, batch = asked.cluster, Batch(asked.global_batch, asked.seq_len, asked.precision)
     others = cluster.replace(nodes=tuple(other for other in cluster.nodes if other is not node))
     ranks = [place.rank for place in cluster.places if place.node.name != node.name]
@@ -115,6 +118,8 @@ def without(asked: Question, node: NodeSpec) -> float:
             replica["ranks"] = [ranks[rank] for rank in replica["ranks"]]
     used = {rank for stage in text["stages"] for replica in stage["replicas"] for rank in replica["ranks"]}
     placed = PlanSpec.model_validate(text | {"unused": [r for r in range(cluster.size) if r not in used]})
+    if not predict(bind(placed, asked.model, cluster)).fits:
+        return float("inf")
     return Outlooks(pose(asked.model, cluster, batch)).of(placed).objective_seconds
 
 

@@ -101,9 +101,9 @@ class UnitCosts:
         """What a rank of the device type needs of memory."""
         on_cpu = self._on_cpu[device_type]
         found = self.memory.coefficients(on_cpu, tp, micro_batch, mode)
-        if self.problem.size > 1:
+        if len(self.problem.cluster.islands[self.problem.device_types[device_type].island]) > 1:
             return found
-        # Probes have several ranks.
+        # Probes have several ranks of an island.
         return found._replace(once=found.once - communicator_bytes(2, on_cpu=on_cpu))
 
     @memoized

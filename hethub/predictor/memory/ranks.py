@@ -61,7 +61,8 @@ def rank_memory(layout: Layout, software: Software = HETHUB, only: Collection[in
                 if only is not None and rank not in only:
                     continue
                 node, widths = nodes[places[rank].node.name], cut[position % len(cut)]
-                key = (load, 0 if stage_spec.zero else replica, widths, named.get(rank), node.on_cpu)
+                island = places[rank].island
+                key = (load, 0 if stage_spec.zero else replica, widths, named.get(rank), node.on_cpu, island)
                 if key not in known:
                     shard = shards.setdefault((stage, widths), Shard(layout, stage, widths, software, width))
                     parts, host = _parts(shard, Assignment(rank, stage, replica, position), node.on_cpu)

@@ -23,7 +23,8 @@ def framework_bytes(*, on_cpu: bool) -> int:
 
 
 def communicator_bytes(num_ranks: int, *, on_cpu: bool) -> int:
-    """The vendor's communicators of an accelerator in a job of so many ranks; one alone has none."""
+    """The vendor's communicators of an accelerator on an island of so many ranks. One alone has none: what it sends passes
+    host memory (`hethub/communicator/groups/operations.py`)."""
     return 0 if on_cpu or num_ranks == 1 else COMMUNICATOR_BYTES
 
 
@@ -31,6 +32,7 @@ def surroundings(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> dict[
     """Bytes by part of what surrounds the counted tensors."""
     layout, software, width = shard.layout, shard.software, shard.width
     model, samples = layout.model, layout.largest_microbatch(assignment.stage, assignment.replica)
+    island = layout.cluster.islands[layout.cluster.places[assignment.rank].island]
     tokens = samples * layout.plan.seq_len / software.context_parallel
     hidden = tokens * model.hidden * width
     tables = 2 * layout.plan.seq_len * model.head_size * width  # of positions
@@ -42,7 +44,7 @@ def surroundings(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> dict[
         + (not on_cpu) * _leaving_bytes(shard, assignment),
         "logits": logits * (_loss_bytes(width) if on_cpu else software.loss_bytes),
         "temporaries": _temporaries(shard, tokens) if on_cpu else 0.0,
-        "communicator": communicator_bytes(layout.cluster.size, on_cpu=on_cpu),
+        "communicator": communicator_bytes(len(island), on_cpu=on_cpu),
         "framework": framework_bytes(on_cpu=on_cpu),
     }
 

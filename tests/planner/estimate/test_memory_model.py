@@ -47,16 +47,18 @@ def test_the_memory_model_is_the_predictors_memory(tied, depth):
             assert mine == pytest.approx(found[replica.ranks[0]].bytes, rel=0.03)
 
 
-def test_one_accelerator_alone_has_no_communicator():
-    """Probes have several ranks; what their communicators take was once counted for a job of one."""
+@pytest.mark.parametrize("others", [[], [{"name": "m", "accelerator": "MI250X-GCD", "accelerators": 2}]])
+def test_an_accelerator_alone_on_its_island_has_no_communicator(others):
+    """Probes have several ranks of one; what their communicators take was once counted for it."""
     alone = ClusterSpec.model_validate(
-        {"name": "one", "nodes": [{"name": "n", "accelerator": "T4", "accelerators": 1}]}
+        {"name": "one", "nodes": [{"name": "n", "accelerator": "T4", "accelerators": 1}, *others]}
     )
     problem = pose(TINY, alone, Batch(4, 64, "fp16"))
     plan = problem.plan(
         "1f1b", [StageSpec(layers=((0, 6),), replicas=(ReplicaSpec(ranks=(0,), micro_batch=1, samples=4),), zero=1)]
     )
     (found,) = rank_memory(bind(plan, TINY, alone))
-    coefficients = UnitCosts(problem).coefficients(0, 1, 1, Mode("none", problem.usual_zero))
+    device_type = next(index for index, own in enumerate(problem.device_types) if own.accelerator.name == "T4")
+    coefficients = UnitCosts(problem).coefficients(device_type, 1, 1, Mode("none", problem.usual_zero))
     mine = coefficients.fixed(6, 1, ONLY) + coefficients.state(6, ONLY)
     assert mine == pytest.approx(found.bytes, rel=0.01)

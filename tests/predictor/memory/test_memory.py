@@ -164,11 +164,13 @@ def test_the_last_stage_alone_has_logits() -> None:
     assert [entry.parts["logits"] > 0 for entry in rank_memory(layout)] == [False, False, True]
 
 
-def test_an_accelerator_alone_has_no_communicator() -> None:
-    for size, has in ((1, False), (2, True)):
-        on = cluster(("A100-SXM4-80GB", 1, size))
-        layout = uniform(GROUPED, on, tp=1, pp=1, micro_batch=1, batch=2, seq=64, precision="fp32")
-        assert [entry.parts["communicator"] > 0 for entry in rank_memory(layout)] == [has] * size
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_an_accelerator_alone_on_its_island_has_no_communicator(others: int) -> None:
+    """Beside another maker's it had one in the account: what it sends them passes host memory."""
+    on = cluster(("A100-SXM4-80GB", 1, 1), *[("MI250X-GCD", 1, others)] * (others > 0))
+    layout = uniform(GROUPED, on, tp=1, pp=1, micro_batch=1, batch=2 * on.size, seq=64, precision="fp32", zero=1)
+    found = [entry.parts["communicator"] > 0 for entry in rank_memory(layout)]
+    assert found == [False, *[others == 2] * others]
 
 
 LARGE = ModelSpec(name="large", layers=3, hidden=2048, heads=16, kv_heads=4, ffn=8192, vocab=8192, max_seq_len=256)
