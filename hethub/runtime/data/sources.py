@@ -198,7 +198,10 @@ def records(path: Path, key: str, rule: str) -> Iterator[tuple[str, int, Any]]:
             if not isinstance(record, dict):
                 raise BadInput(f"{place}: got {describe(record)}. {rule}")
             if key not in record:
-                raise BadInput(f"{place}: the object has no key `{key}`; it has {', '.join(record) or 'none'}. {rule}")
+                raise BadInput(
+                    f"{place}: the object has no key `{key}`; it has {', '.join(record) or 'none'}. {rule} In a job a source's "
+                    "`text` names another key."
+                )
             yield place, len(line), record[key]
 
 
