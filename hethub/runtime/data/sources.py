@@ -149,9 +149,15 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """The file, whose text is to be read. Raises BadInput where it is compressed."""
+    """The file, whose text is to be read. Raises BadInput where it is compressed or a parquet file."""
     file = path.open("rb")
     start = file.peek(6)
+    if start.startswith(b"PAR1"):
+        file.close()
+        raise BadInput(
+            f"{path}: is a parquet file, and text is read as it is. A job reads it with source: parquet; for `hethub tokenise` "
+            "write its column as jsonl."
+        )
     if found := next((how for magic, how in _COMPRESSED.items() if start.startswith(magic)), None):
         file.close()
         raise BadInput(f"{path}: is compressed by {found}, and text is read as it is. Unpack the file.")
