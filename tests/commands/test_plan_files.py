@@ -230,6 +230,8 @@ def test_a_plan_of_hap_is_predicted_drawn_and_compared_from_its_file_alone(tmp_p
     shown = capsys.readouterr().out
     assert "program.ratios.samples" in shown
     assert "the second is 100.0 % slower" in shown
+    assert run(["diff", "slower.yaml", "hap.yaml"]) == 0  # "50 % faster" was said of twice the rate
+    assert "the second is 100.0 % faster" in capsys.readouterr().out
     compared = answer(capsys, "diff", "hap.yaml", "slower.yaml")
     assert {each["key"] for each in compared["differences"]} == {
         "program.ratios.samples",
