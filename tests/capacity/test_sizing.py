@@ -255,6 +255,16 @@ def test_where_nothing_can_train_the_largest_says_why() -> None:
         size(Question(catalogue=CATALOGUE, tokens=1e12), small)
 
 
+def test_a_reason_that_is_no_cluster_s_is_given_alone() -> None:
+    """Of a profile of another model, "no cluster of the 35 looked at can train this" was said."""
+
+    def other(on: ClusterSpec) -> Any:
+        raise BadInput("the profile is of another model.")
+
+    with pytest.raises(BadInput, match=r"^the profile is of another model\.$"):
+        size(Question(catalogue=CATALOGUE, tokens=1e12), other)
+
+
 def test_where_failures_leave_no_time_no_figure_is_infinite() -> None:
     frail = CATALOGUE.replace(assumptions={"node_mtbf_hours": 0.01})
     with pytest.raises(BadInput, match=r"MTBF of 0.01 hours each fail faster than they train"):
