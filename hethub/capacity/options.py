@@ -69,7 +69,7 @@ def taken(question: Question, counts: dict[str, int], goodput: float, spread: tu
     days = question.tokens / goodput / SECONDS_PER_DAY
     prices = {node.name: node.price_per_hour for node in question.catalogue.nodes}
     hourly = [(count, prices[name]) for name, count in counts.items()]
-    known = all(price is not None for _, price in hourly)
+    known = question.catalogue.currency is not None and all(price is not None for _, price in hourly)
     a_day = sum(count * (price or 0.0) for count, price in hourly) * 24.0 if known else None
     low, high = days * spread[0], days * spread[1]
     return Taken(days, (low, high), None if a_day is None else a_day * days, _meets(question, low, high, a_day))
@@ -113,11 +113,12 @@ def _meets(question: Question, low: float, high: float, a_day: float | None) -> 
 
 def rank(question: Question, takes: Taken | Option, accelerators: int) -> tuple[float, ...]:
     """What answers are ordered by, the best first: likely ones, then those that may be. Of these within a budget the
-    fastest, else the cheapest (where no price is known the smallest). Of what is none the nearest: over a budget the
-    cheapest, behind a deadline the fastest."""
+    fastest, else the cheapest, of equal prices the fastest (where no price is known the smallest). Of what is none the
+    nearest: over a budget the cheapest, behind a deadline the fastest."""
     price = or_infinite(takes.cost)
     fastest_first = (question.budget is not None) != (takes.meets == "no")
-    order = (takes.days, price, accelerators) if fastest_first else (price, accelerators, takes.days)
+    by_price = (price, takes.days, accelerators) if takes.cost is not None else (price, accelerators, takes.days)
+    order = (takes.days, price, accelerators) if fastest_first else by_price
     return (("likely", "maybe", "no").index(takes.meets), *order)
 
 

@@ -53,6 +53,8 @@ def size(
     unknown = search.look_at_mixtures()
     if not search.options:
         left_out = search.left_out
+        if len(left_out) > 1 and len({cluster.why for cluster in left_out}) == 1:  # it is no cluster's
+            raise BadInput(left_out[0].why)
         largest = max(left_out, key=lambda cluster: sum(cluster.nodes.values()))
         raise BadInput(
             f"no cluster of the {len(left_out)} looked at can train this; the largest, {named(largest.nodes)}: {largest.why}"

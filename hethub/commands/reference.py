@@ -49,7 +49,7 @@ def json_schema(kind: str) -> dict[str, Any]:
         for key, field in definition.get("properties", {}).items():
             field.pop("title", None)
             if key in texts:
-                field["description"] = texts[key]
+                field["description"] = texts[key].replace("None:", "null:")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": FILES[kind]}
 
 
@@ -125,7 +125,7 @@ def _below(node: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str,
     required = node.get("required", ())
     for name, field in node["properties"].items():
         path = f"{prefix}{name}"
-        type_, text = _type(field, definitions), field.get("description", "").replace("None:", "null:")
+        type_, text = _type(field, definitions), field.get("description", "")
         if type_ != "mapping" or text:
             yield Key(path, type_, "" if name in required else _default(field), text)
         for reference, suffix in _references(field):

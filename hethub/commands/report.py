@@ -56,6 +56,10 @@ def report(options: argparse.Namespace) -> None:
     refuse_overwriting(options.out, options.job, *kept)
     if not options.what.exists():
         raise BadInput(f"{options.what}: there is no such run folder or plan file. Check the path.")
+    if options.what.is_dir() and options.job is not None:
+        raise BadInput(
+            f"--job {options.job}: it goes with a plan file; the run folder {options.what} says what ran. Leave it out."
+        )
     if options.what.is_dir():
         out = options.out or options.what / "report.html"
         (report_program_run if is_program_plan(options.what / "plan.yaml") else report_run)(options.what, out)

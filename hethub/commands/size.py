@@ -134,6 +134,10 @@ def _evaluator(job: "Job", calibrate: Path | None) -> "Evaluator":
         calibration = Calibration(calibrate)
     model, batch, constraints, strategy = job.model, job.spec.train.batch, job.spec.constraints, strategy_of(job)
     software = hethub_software(job.spec.train.compile)
+    if strategy == "hap":
+        raise BadInput(
+            "hethub size plans layers, and strategy 'hap' plans operators; leave it out with --set plan=auto."
+        )
     if constraints.time_limit_seconds is None:
         constraints = constraints.replace(time_limit_seconds=SECONDS_PER_CLUSTER)
 

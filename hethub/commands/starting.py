@@ -37,6 +37,7 @@ def _add_init(commands: Any) -> None:
 def init(options: argparse.Namespace) -> None:
     from hethub.commands import templates
     from hethub.spec.documents import write_text
+    from hethub.spec.job import TOKENIZER
 
     files = _files(options.kind, options.model)
     there = [name for name in files if (options.out / name).exists()]
@@ -51,6 +52,8 @@ def init(options: argparse.Namespace) -> None:
     print(f"written: {', '.join(str(options.out / name) for name in files)}")
     job = shlex.quote(str(options.out / "job.yaml"))
     print(f"next: hethub plan {job}")
+    if options.model is not None and not (options.model / TOKENIZER).is_file():
+        print(f"then: name the tokenizer in {job}: {options.model} has no {TOKENIZER}")
     if files["cluster.yaml"] == templates.EXAMPLE_CLUSTER:
         print(f"then: write your nodes into {options.out / 'cluster.yaml'}, where an example stands")
     print(f"then: hethub launch {job}")

@@ -180,9 +180,10 @@ def with_staging(
             f"{ASSUMED['host_staged_gbytes_per_second']}; links.staging.gbytes_per_second of the cluster file says it"
         )
     direct = cluster.links.staging.replace(gbytes_per_second=1e5, per_host_gbytes_per_second=None)
-    other = Layout(layout.plan, layout.model, cluster.replace(links=cluster.links.replace(staging=direct)))
     without = prediction.step_seconds
     if not measured:
-        without = min(without, step_times(other, PlanCosts(other, software, packaged(), profile)).seconds)
+        costs = PlanCosts(layout, software, packaged(), profile)
+        costs.set_constants(packaged(), links_of=cluster.replace(links=cluster.links.replace(staging=direct)))
+        without = min(without, step_times(layout, costs).seconds)
     limits = prediction.step_seconds > LIMITS * without
     return replace(prediction, staging=Staging(given, source, limits, without))

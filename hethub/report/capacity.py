@@ -24,13 +24,12 @@ def print_sizing(found: Sizing, question: Question, out: Path | None) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    frontier = _frontier(found)
-    console.print("the frontier of time and price:" if have_prices(found.options) else "the frontier of time and size:")
+    frontier, priced = _frontier(found), have_prices(found.options)
+    console.print("the frontier of time and price:" if priced else "the frontier of time and size:")
     for option in frontier:
         length = max(1, round(BAR * option.days / frontier[-1].days))
-        console.print(
-            f"{named(option.nodes):28}{'█' * length} {_figure(option.days)} days, {_price(option, question.catalogue)}"
-        )
+        weighed = _price(option, question.catalogue) if priced else _size(option)
+        console.print(f"{named(option.nodes):28}{'█' * length} {_figure(option.days)} days, {weighed}")
     for sentence in _sentences(found, question):
         console.print(sentence)
     if out is not None:
@@ -87,11 +86,11 @@ def _frontier(found: Sizing) -> list[Option]:
 
 
 def _price(option: Option, catalogue: CatalogueSpec) -> str:
-    return (
-        f"{option.accelerators} accelerators"
-        if option.cost is None
-        else f"{_money(option.cost)} {catalogue.currency or ''}".strip()
-    )
+    return _size(option) if option.cost is None else f"{_money(option.cost)} {catalogue.currency}"
+
+
+def _size(option: Option) -> str:
+    return f"{option.accelerators} accelerators"
 
 
 def _sentences(found: Sizing, question: Question) -> list[str]:
@@ -119,9 +118,10 @@ def _sentences(found: Sizing, question: Question) -> list[str]:
     if found.not_looked_at:
         more = ", nor any of three and more" if len(catalogue.nodes) > 2 else ""
         least = "at least " if any(node.count > EVERY_COUNT for node in catalogue.nodes) else ""
+        fixed = "" if question.have else "; --have fixes a part"
         sentences.append(
             f"not looked at: {found.not_looked_at:,} mixtures of two node types, {least}{found.might_be_better:,} of which may be a better "
-            f"answer{more}; --have fixes a part"
+            f"answer{more}{fixed}"
         )
     if assumed := assumed_speeds_of(found, question):
         sentences.append(assumed_sentence(assumed))
@@ -153,9 +153,20 @@ def _alone(found: Sizing, catalogue: CatalogueSpec) -> str:
 
 
 def left_out_sentences(left_out: Sequence[LeftOut]) -> list[str]:
-    """The first clusters that cannot train the model, each with its reason."""
-    shown = [f"left out {named(cluster.nodes)}: {cluster.why}" for cluster in left_out[:MOST_LEFT_OUT]]
-    return [*shown, f"and {len(left_out) - MOST_LEFT_OUT} more"] if len(left_out) > MOST_LEFT_OUT else shown
+    """The first clusters that cannot train the model, those of one reason together."""
+    by_reason: dict[str, list[str]] = {}
+    for cluster in left_out:
+        by_reason.setdefault(cluster.why, []).append(named(cluster.nodes))
+    shown = list(by_reason.items())[:MOST_LEFT_OUT]
+    sentences = [f"left out {_some(names)}: {why}" for why, names in shown]
+    rest = len(left_out) - sum(len(names) for _, names in shown)
+    return [*sentences, f"and {rest} more, for other reasons"] if rest else sentences
+
+
+def _some(names: Sequence[str]) -> str:
+    """All names, or the first of them and how many there are beside."""
+    more = len(names) - MOST_LEFT_OUT
+    return ", ".join(names[:MOST_LEFT_OUT]) + (f" and {more} more" if more > 0 else "")
 
 
 def print_additions(additions: Sequence[Addition], left_out: Sequence[LeftOut], catalogue: CatalogueSpec) -> None:

@@ -99,7 +99,8 @@ def print_diff(result: PlanDiff) -> None:
     if any(difference.key in ("global_batch", "seq_len") for difference in result.differences):
         slower = 100.0 * (rates[0] / rates[1] - 1.0)
         asked += f" of unlike batches, {rates[0]:,.0f} and {rates[1]:,.0f} tokens/s"
-    beside = f"the second is {abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"
+    faster = 100.0 * (1.0 / (1.0 + slower / 100.0) - 1.0)  # as a rate, as `plan --explain` says it
+    beside = f"the second is {slower:.1f} % slower" if slower > 0 else f"the second is {faster:.1f} % faster"
     console.print(f"{asked}: {beside if abs(slower) >= 0.05 else 'both are as fast'}")
     parts = {part: seconds for part, seconds in result.parts().items() if abs(seconds) > 1e-6 * first}
     if parts:

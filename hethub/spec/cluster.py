@@ -130,9 +130,12 @@ class RegionsSpec(Spec):
     @model_validator(mode="after")
     def _square(self) -> "RegionsSpec":
         size = len(self.names)
-        for matrix in (self.gbps, self.latency_seconds):
-            if matrix is not None and (len(matrix) != size or any(len(row) != size for row in matrix)):
-                raise ValueError(f"a matrix between {size} regions has {size} rows of {size} figures.")
+        for key, matrix in (("gbps", self.gbps), ("latency_seconds", self.latency_seconds)):
+            if matrix is not None and (lengths := [len(row) for row in matrix]) != [size] * size:
+                raise ValueError(
+                    f"{key} has rows of {lengths} figures for the regions {self.names}; a matrix between {size} regions has "
+                    f"{size} rows of {size} figures."
+                )
         if twice := next((name for name in self.names if self.names.count(name) > 1), None):
             raise ValueError(f"two regions are named '{twice}'; give each a name of its own.")
         if unknown := sorted(set(self.of_node.values()) - set(self.names)):

@@ -70,13 +70,15 @@ def suggest(word: str, candidates: list[str] | tuple[str, ...]) -> str:
 
 def suggest_some(word: str, candidates: list[str] | tuple[str, ...], most: int = 4) -> str:
     """As `suggest`, with up to `most` near candidates, for names that differ in details: what `word` begins comes
-    first."""
+    first, then what begins as it does up to a hyphen."""
     import difflib
 
-    folded = {candidate.lower(): candidate for candidate in candidates}
-    begun = [name for name in sorted(folded, key=len) if len(word) > 1 and name.startswith(word.lower())]
-    alike = difflib.get_close_matches(word.lower(), list(folded), n=most, cutoff=0.6)
-    near = [f"'{folded[name]}'" for name in dict.fromkeys([*begun, *alike])][:most]
+    folded, given = {candidate.lower(): candidate for candidate in candidates}, word.lower()
+    begun = [name for name in sorted(folded, key=len) if len(word) > 1 and name.startswith(given)]
+    headed = [name for name in folded if "-" in name and given.startswith(name.split("-")[0])]
+    headed.sort(key=lambda name: -difflib.SequenceMatcher(None, given, name).ratio())
+    alike = difflib.get_close_matches(given, list(folded), n=most, cutoff=0.6)
+    near = [f"'{folded[name]}'" for name in dict.fromkeys([*begun, *headed, *alike])][:most]
     if not near:
         return f"known: {', '.join(sorted(candidates))}."
     return f"did you mean {' or '.join([', '.join(near[:-1]), near[-1]] if len(near) > 1 else near)}?"

@@ -370,7 +370,7 @@ def _check_emulation(spec: JobSpec, cluster: ClusterSpec | None, source: Source)
         )
     given = next((key for key, value in spec.rehearsal.to_dict().items() if value), None)
     if given is not None and (cluster is None or not cluster.emulated):
-        whose = "the ranks' own, by cluster: detect," if cluster is None else f"of cluster '{cluster.name}'"
+        whose = "that the ranks find (`cluster: detect`)" if cluster is None else f"of cluster '{cluster.name}'"
         raise BadInput(
             f"{source.at(('rehearsal', given))} is for clusters marked `emulated: true`; accelerators {whose} run at their own speed. "
             "Remove it, or name such a cluster."

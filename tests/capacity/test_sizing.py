@@ -255,6 +255,16 @@ def test_where_nothing_can_train_the_largest_says_why() -> None:
         size(Question(catalogue=CATALOGUE, tokens=1e12), small)
 
 
+def test_a_reason_that_is_no_cluster_s_is_given_alone() -> None:
+    """Of a profile of another model, "no cluster of the 35 looked at can train this" was said."""
+
+    def other(on: ClusterSpec) -> Any:
+        raise BadInput("the profile is of another model.")
+
+    with pytest.raises(BadInput, match=r"^the profile is of another model\.$"):
+        size(Question(catalogue=CATALOGUE, tokens=1e12), other)
+
+
 def test_where_failures_leave_no_time_no_figure_is_infinite() -> None:
     frail = CATALOGUE.replace(assumptions={"node_mtbf_hours": 0.01})
     with pytest.raises(BadInput, match=r"MTBF of 0.01 hours each fail faster than they train"):
@@ -281,13 +291,51 @@ def test_of_many_nodes_the_mixtures_that_may_be_better_are_at_least_so_many() ->
 
 
 def test_the_frontier_is_of_sizes_where_a_price_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    """It was one of prices under the heading of sizes."""
+    """It was one of prices under the heading of sizes, and then of sizes with prices beside them."""
     fast, slow = CATALOGUE.nodes
-    question = Question(catalogue=CATALOGUE.replace(nodes=(fast.replace(price_per_hour=None), slow)), tokens=1e12)
+    question = Question(catalogue=CATALOGUE.replace(nodes=(fast, slow.replace(price_per_hour=None))), tokens=1e12)
     found = size(question, evaluate)
     assert {name for option in found.options if option.on_frontier for name in option.nodes} == {"fast"}
     print_sizing(found, question, None)
-    assert "the frontier of time and size:" in capsys.readouterr().out
+    frontier = capsys.readouterr().out.split("the frontier of time and size:\n")[1].split("\n1e+12 tokens")[0]
+    assert "EUR" not in frontier
+    assert all(line.endswith(" accelerators") for line in frontier.splitlines())
+
+
+def test_of_what_costs_the_same_the_fastest_is_the_answer() -> None:
+    """Nodes that cost nothing: the slowest was the answer, beside a frontier that it was not on."""
+    free = CATALOGUE.replace(nodes=tuple(node.replace(price_per_hour=0.0) for node in CATALOGUE.nodes))
+    for asked in ({}, {"deadline_days": 1e6}, {"budget": 1.0}):
+        options = size(Question(catalogue=free, tokens=1e12, **asked), evaluate).options
+        assert options[0].on_frontier
+        assert options[0].days == min(option.days for option in options)
+
+
+def test_without_prices_nothing_is_said_to_cost_nothing() -> None:
+    """What is owned had "150.0 days, 0", of no currency."""
+    nodes = tuple(node.replace(price_per_hour=None) for node in CATALOGUE.nodes)
+    unpriced = CatalogueSpec(nodes=nodes, assumptions=CATALOGUE.assumptions)
+    question = Question(catalogue=unpriced, tokens=1e12, have=cluster(("A100-SXM4-80GB", 4, 8), name="ours"))
+    found = size(question, evaluate)
+    assert found.options[0].nodes == {}
+    assert {option.cost for option in found.options} == {None}
+    page = said_of(found, question)
+    assert re.search(r"what is owned, [^<]* 32 accelerators", page)
+    assert "<th>cost" not in page
+
+
+def test_clusters_that_are_left_out_for_one_reason_share_a_sentence() -> None:
+    """Every count of a type stood for itself, with the same reason again, and most were not shown."""
+
+    def only_slow(on: ClusterSpec) -> Any:
+        if any(node.device.name == "H100-SXM5-80GB" for node in on.nodes):
+            raise BadInput("node 'fast' has no region.")
+        return evaluate(on)
+
+    question = Question(catalogue=CATALOGUE, tokens=1e12, have=cluster(("A100-SXM4-80GB", 4, 8), name="ours"))
+    page = said_of(size(question, only_slow), question)
+    assert "left out 1 fast, 2 fast, 4 fast, 8 fast, 8 fast + 8 slow: node &#x27;fast&#x27; has no region." in page
+    assert "fixes a part" not in page  # `--have` was advised to who gave it
 
 
 def said_of(found: Any, question: Question) -> str:

@@ -112,6 +112,11 @@ def test_the_next_node_is_ranked_by_price(tmp_path: Path) -> None:
         (["--tokens", "1e9", "--add", "--have", "ours.yaml", "--out", "page.html"], "takes no --out"),  # it was ignored
         (["--tokens", "1e9", "--out", "."], ".: this is a folder, and a file is to be written"),  # said after minutes
         (["--tokens", "1e9", "--budget", "10"], "--budget needs prices, and hethub has none; give --catalogue FILE"),
+        # "No cluster of the 15 looked at can train this" was said, and that a job with plan: hap can.
+        (
+            ["--tokens", "1e9", "--set", "plan=hap"],
+            "hethub size plans layers, and strategy 'hap' plans operators; leave it out",
+        ),
     ],
 )
 def test_bad_questions_are_refused(tmp_path: Path, arguments: list[str], words: str) -> None:

@@ -23,6 +23,10 @@ def parquet(folder: Path) -> None:
     tables.write_table(arrow.table({"id": [1, 2], "content": ["one", "two"]}), folder / "web.parquet")
 
 
+def lines(folder: Path) -> None:
+    (folder / "web.jsonl").write_text(json.dumps({"content": "one"}) + "\n")
+
+
 def no_template(folder: Path) -> None:
     save_tokenizer(folder, template=None)
     (folder / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
@@ -37,6 +41,10 @@ CASES: dict[str, tuple[dict[str, Any], Any, list[str]]] = {
     "a column that parquet has not": (
         {"data": {"source": "parquet", "path": "web.parquet", "text": "contents"}}, parquet,
         ["web.parquet: has no column 'contents'", "did you mean 'content'", "`text` names its column"],
+    ),
+    "a key that lines have not": (
+        {"data": {"source": "jsonl", "path": "web.jsonl"}}, lines,
+        ["web.jsonl, line 1: the object has no key `text`; it has content", "In a job a source's `text` names another key"],
     ),
     "a column that is no text": (
         {"data": {"source": "parquet", "path": "web.parquet", "text": "id"}}, parquet,

@@ -69,6 +69,7 @@ def test_schemas_take_every_packaged_file_and_no_other(kind, tmp_path, capsys):
         save_plan(load_plan(job.plan_path), tmp_path / "whole.yaml", planned_for(job))
         files = [job.plan_path, tmp_path / "whole.yaml", write_yaml(tmp_path / "hap.yaml", program_plan())]
     assert files
+    assert "None" not in printed(capsys, "schema", kind)  # a word of Python's; the files have null
     taken = validator(capsys, kind)
     for file in files:
         content = as_json(file)
@@ -149,7 +150,8 @@ def test_init_continue_goes_on_from_a_folder(tmp_path, capsys):
     folder = tmp_path / "it's #2: hf"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    printed(capsys, "init", "continue", "--model", folder, "--out", tmp_path / "new")
+    said = printed(capsys, "init", "continue", "--model", folder, "--out", tmp_path / "new")
+    assert f"{folder} has no tokenizer.json" in said  # the job named one, and nobody said that it was not there
     job = load_job(tmp_path / "new" / "job.yaml")
     assert (job.hugging_face_folder, job.spec.data.tokenizer) == (folder, f"{folder}/tokenizer.json")
     assert job.spec.train.seq_len == 128

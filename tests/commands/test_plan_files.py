@@ -230,6 +230,8 @@ def test_a_plan_of_hap_is_predicted_drawn_and_compared_from_its_file_alone(tmp_p
     shown = capsys.readouterr().out
     assert "program.ratios.samples" in shown
     assert "the second is 100.0 % slower" in shown
+    assert run(["diff", "slower.yaml", "hap.yaml"]) == 0  # "50 % faster" was said of twice the rate
+    assert "the second is 100.0 % faster" in capsys.readouterr().out
     compared = answer(capsys, "diff", "hap.yaml", "slower.yaml")
     assert {each["key"] for each in compared["differences"]} == {
         "program.ratios.samples",
@@ -270,3 +272,23 @@ def test_a_plan_of_hap_without_job_asks_for_it_or_takes_the_one_given(tmp_path, 
     assert not (tmp_path / "page.html").exists()
     job = write_job(tmp_path / "job")
     assert run(["report", str(tmp_path / "hap.yaml"), "--job", str(job), "--out", str(tmp_path / "page.html")]) == 0
+
+
+def test_a_job_beside_a_run_folder_is_refused(tmp_path, capsys):
+    """It was left aside, without a word."""
+    job, run_folder = write_job(tmp_path / "job"), tmp_path / "run"
+    run_folder.mkdir()
+    assert run(["report", str(run_folder), "--job", str(job)]) == 2
+    assert f"the run folder {run_folder} says what ran. Leave it out." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["report"], ["diff", "plan.yaml"]])
+def test_a_cluster_that_nobody_knows_is_asked_for_where_it_can_be_given(command, tmp_path, monkeypatch, capsys):
+    """`--set cluster=FILE` was advised by commands that take no --set."""
+    monkeypatch.chdir(tmp_path)
+    write_job(tmp_path)
+    write_yaml(tmp_path / "detect.yaml", {**yaml.safe_load((tmp_path / "job.yaml").read_text()), "cluster": "detect"})
+    assert run([*command, "plan.yaml", "--job", "detect.yaml"]) == 2
+    assert (
+        "name a cluster file there (with --set cluster=FILE, where the command takes --set)" in capsys.readouterr().err
+    )

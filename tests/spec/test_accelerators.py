@@ -67,7 +67,8 @@ def test_peaks_by_precision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [("MI250X", "MI250X-GCD"), ("t4", "T4"), ("A100-SXM-80GB", "A100-SXM4-80GB")]
+    ("given", "expected"),
+    [("MI250X", "MI250X-GCD"), ("t4", "T4"), ("A100-SXM-80GB", "A100-SXM4-80GB"), ("RTX4090", "RTX-4090")],
 )
 def test_an_unknown_accelerator_names_the_nearest(given: str, expected: str) -> None:
     with pytest.raises(BadInput, match=f"'{given}' is not in the catalogue; did you mean '{expected}'.*in place"):
@@ -79,6 +80,12 @@ def test_a_name_that_several_begin_with_names_them_all() -> None:
         find_accelerator("h100")
     with pytest.raises(BadInput, match=r"known: .*A100-SXM4-80GB"):
         find_accelerator("abacus")
+
+
+def test_a_name_with_more_than_a_name_of_the_catalogue_names_that() -> None:
+    """For H100x there was MI100 alone."""
+    with pytest.raises(BadInput, match="did you mean 'H100-"):
+        find_accelerator("H100x")
 
 
 @pytest.mark.parametrize(

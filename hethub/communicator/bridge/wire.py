@@ -82,7 +82,7 @@ class Blockwise:
 def check_wire(name: str) -> str:
     """The name. Raises BadInput if there is no such wire."""
     if name not in WIRES:
-        raise BadInput(f"communicator.wire is {name!r}; {suggest(name, WIRES)}")
+        raise BadInput(f"communicator.wire (in a program HETHUB_WIRE) is {name!r}; {suggest(name, WIRES)}")
     return name
 
 

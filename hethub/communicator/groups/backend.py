@@ -14,6 +14,7 @@ from hethub.communicator.groups.native import watch_group
 from hethub.communicator.groups.process_group import HethubGroup
 from hethub.communicator.joining.islands import parse_islands, restrict
 from hethub.communicator.joining.rendezvous import Rendezvous, agree_on_token, exchanged
+from hethub.communicator.joining.settings import is_on
 from hethub.communicator.relays.shm_connection import host_identity
 from hethub.communicator.setup import faults_told, make_context
 from hethub.kernels.device import choose_device
@@ -101,6 +102,7 @@ def context_from_environment(options: Any) -> Context:
         emulated = os.environ.get("HETHUB_ISLANDS")
         islands = parse_islands(emulated, size) if emulated else None
         staged = [int(word) for word in os.environ.get("HETHUB_STAGED_RANKS", "").split(",") if word]
+        debug = is_on("HETHUB_DEBUG", os.environ)
     context = make_context(
         rendezvous,
         device=device,
@@ -108,7 +110,7 @@ def context_from_environment(options: Any) -> Context:
         relay=os.environ.get("HETHUB_RELAY", "auto"),
         wire=os.environ.get("HETHUB_WIRE", "exact"),
         timeout_seconds=options.timeout.total_seconds(),
-        debug=os.environ.get("HETHUB_DEBUG", "0") == "1",
+        debug=debug,
         staged_ranks=staged,
     )
     if rank == 0:

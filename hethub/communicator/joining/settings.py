@@ -1,6 +1,8 @@
 """How the ranks of a world are to communicate: what each was told, which must be the same on all."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from hethub.spec.errors import BadInput
 
 _VARIABLES = {
     "islands": "HETHUB_ISLANDS",
@@ -10,6 +12,14 @@ _VARIABLES = {
     "staged_ranks": "HETHUB_STAGED_RANKS",
 }
 """What a program that only calls `init_process_group` sets in the environment."""
+
+
+def is_on(variable: str, environment: Mapping[str, str]) -> bool:
+    """Whether the variable is 1; 0 or empty, or none, is off. Raises BadInput on anything else, `yes` for one."""
+    value = environment.get(variable, "")
+    if value not in ("", "0", "1"):
+        raise BadInput(f"{variable} is {value!r}; set it to 1 (on) or 0 (off).")
+    return value == "1"
 
 
 def as_told(

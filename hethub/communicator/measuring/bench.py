@@ -56,7 +56,8 @@ def run(world: World, sizes: Sequence[int] = DEFAULT_SIZES, repeats: int = 5) ->
                 rows.append(_row(world, "all_reduce", "island", island, size, repeats, calls.get("all_reduce")))
         for name, call in _operations(world, flat, size, torch.device("cpu")).items():
             rows.append(_row(world, name, "flat", range(world.size), size, repeats, call))
-        rows.append(_row(world, "send_receive", "world", range(world.size), size, repeats, _ring(world, size)))
+        if world.size > 1:
+            rows.append(_row(world, "send_receive", "world", range(world.size), size, repeats, _ring(world, size)))
     return [asdict(row) for row in rows]
 
 
@@ -76,8 +77,6 @@ def _operations(
 
 def _ring(world: World, size: int) -> Callable[[], None]:
     """Every rank sends to the next and receives from the one before."""
-    if world.size == 1:
-        return lambda: None
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     # Else each rank's first receive would wait for the one before it, all the way round.
     world.connect_messages([after], [before])

@@ -15,6 +15,7 @@ import torch
 
 from hethub.communicator.joining.mpi_library import import_mpi, start_mpi
 from hethub.communicator.joining.rendezvous import Rendezvous
+from hethub.communicator.joining.settings import is_on
 from hethub.communicator.relays.relay import PeerError, Relay, Transfer
 from hethub.kernels.device import Vendor
 from hethub.spec.errors import BadInput
@@ -69,6 +70,11 @@ class MpiRelay(Relay):
     @classmethod
     def create(cls, rendezvous: Rendezvous, timeout_seconds: float, vendor: Vendor) -> "MpiRelay":
         """The relay of this rank. Raises BadInput unless MPI started the job and allows calls from any thread."""
+        if rendezvous.launcher == "init_process_group":
+            raise BadInput(
+                "HETHUB_RELAY is mpi, which is for hethub's own commands and `connect` alone: init_process_group meets"
+                " without MPI, whatever started the ranks. Set HETHUB_RELAY to auto, gloo or shm, or leave it out."
+            )
         if rendezvous.launcher not in ("openmpi", "mpich"):
             raise BadInput(
                 f"communicator.relay is mpi, but this job was started by {rendezvous.launcher}: MPI connects only the"
@@ -130,7 +136,7 @@ def is_gpu_aware(vendor: Vendor, environment: Mapping[str, str], ask: Callable[[
     if vendor == "cpu":
         return False
     if "HETHUB_MPI_GPU_AWARE" in environment:
-        return environment["HETHUB_MPI_GPU_AWARE"] == "1"
+        return is_on("HETHUB_MPI_GPU_AWARE", environment)
     said = ask(vendor)
     if said is not None:
         return said

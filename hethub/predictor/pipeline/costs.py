@@ -39,10 +39,10 @@ class PlanCosts:
         self.set_constants(constants)
         self.width = element_bytes(software.math_precision(self.plan.precision))
 
-    def set_constants(self, constants: Constants) -> None:
-        """Prices everything anew; what depends on the layout alone is kept (the fit asks thousands of times)."""
+    def set_constants(self, constants: Constants, links_of: ClusterSpec | None = None) -> None:
+        """Prices anew, messages by the links of `links_of` if given; what the layout alone says is kept, for fits ask often."""
         self.constants = constants
-        self.network = Network(self.layout.cluster, constants, self.profile)
+        self.network = Network(links_of or self.layout.cluster, constants, self.profile)
         self.state = StateCosts(self.layout, self.software, self.network, self._shortest)
         self._layer_costs: dict[str, LayerCost] = {}
         self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}

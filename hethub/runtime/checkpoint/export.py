@@ -126,6 +126,12 @@ def _export(trained: Trained, to: Path) -> str:
         source = byte_tokenizer()
     elif trained.folder is not None:
         source = trained.folder  # whose tokenizer it is
+    if source is None:
+        _log.warning(
+            "the run was trained on tokens whose tokenizer it does not know, so none is written; set data.tokenizer in %s "
+            "and export again, or put the tokenizer's files beside the weights",
+            trained.run / "job.yaml",
+        )
     dtype = DTYPES[record.precision]
     write_folder(to, record.model, tensors, dtype, source, end_of_document=trained.end_of_document)
     return f"step {record.step} of {trained.run}"

@@ -139,9 +139,16 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """The file, whose text is to be read. Raises BadInput where it is compressed, or in an encoding of Windows'."""
+    """The file, whose text is to be read. Raises BadInput where it is compressed, a parquet file, or in an encoding of
+    Windows'."""
     file = path.open("rb")
     start = file.peek(6)
+    if start.startswith(b"PAR1"):
+        file.close()
+        raise BadInput(
+            f"{path}: is a parquet file, and text is read as it is. A job reads it with source: parquet; for `hethub tokenise` "
+            "write its column as jsonl."
+        )
     if found := next((how for magic, how in _COMPRESSED.items() if start.startswith(magic)), None):
         file.close()
         raise BadInput(f"{path}: is compressed by {found}, and text is read as it is. Unpack the file.")
@@ -193,7 +200,10 @@ def records(path: Path, key: str, rule: str) -> Iterator[tuple[str, int, Any]]:
             if not isinstance(record, dict):
                 raise BadInput(f"{place}: got {describe(record)}. {rule}")
             if key not in record:
-                raise BadInput(f"{place}: the object has no key `{key}`; it has {', '.join(record) or 'none'}. {rule}")
+                raise BadInput(
+                    f"{place}: the object has no key `{key}`; it has {', '.join(record) or 'none'}. {rule} In a job a source's "
+                    "`text` names another key."
+                )
             yield place, len(line), record[key]
 
 

@@ -90,6 +90,12 @@ def test_bench_measures_every_path():
     assert bounded == [("all_reduce", "world", 4096), ("all_reduce", "world", 1 << 20)]
 
 
+def test_bench_of_one_rank_sends_no_messages():
+    """It timed nothing at all, at 335,544 GB/s."""
+    rows = run_ranks(1, bench_rows, islands=[[0]])[0]
+    assert {row["operation"] for row in rows} == {"all_reduce", "all_gather", "reduce_scatter"}
+
+
 def test_bench_of_one_island_of_devices_does_not_wait_in_a_ring():
     rows = run_ranks(3, bench_rows, islands=[[0, 1, 2]], staged_ranks=range(3), timeout_seconds=60)[0]
     assert [row["bytes"] for row in rows if row["operation"] == "send_receive"] == [4096, 1 << 20]

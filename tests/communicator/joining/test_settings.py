@@ -35,6 +35,25 @@ def test_ranks_told_otherwise_are_refused_by_name(variable, value, said):
         assert re.search(said, outcome.error[1]), outcome.error
 
 
+def meet(rank, store):
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("HETHUB_DEBUG", "yes", "HETHUB_DEBUG is 'yes'; set it to 1 (on) or 0 (off)"),
+        ("HETHUB_WIRE", "int4", "communicator.wire (in a program HETHUB_WIRE) is 'int4'"),
+        ("HETHUB_RELAY", "mpi", "Set HETHUB_RELAY to auto, gloo or shm, or leave it out."),
+    ],
+)
+def test_what_a_program_cannot_be_told_is_refused(variable, value, said):
+    """HETHUB_DEBUG=yes compared nothing, without a word; to HETHUB_RELAY=mpi under mpirun, "start it with mpirun" was said."""
+    for outcome in start_ranks(2, meet, timeout_seconds=30, environment={"HETHUB_ISLANDS": "0|1", variable: value}):
+        assert outcome.error[0] == "BadInput", outcome
+        assert said in outcome.error[1]
+
+
 def with_other_arguments(rank, store, argument, values):
     connect(Rendezvous.on_one_host(store, rank, 2), islands=[[0], [1]], **{argument: values[rank]})
 

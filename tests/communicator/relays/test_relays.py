@@ -96,6 +96,12 @@ def test_whether_mpi_takes_device_memory(vendor, environment, said, aware):
     assert is_gpu_aware(vendor, environment, lambda asked: said if asked == vendor else None) is aware
 
 
+def test_a_switch_that_is_neither_on_nor_off_is_refused():
+    """`yes` was taken for off."""
+    with pytest.raises(BadInput, match=r"HETHUB_MPI_GPU_AWARE is 'yes'; set it to 1 \(on\) or 0 \(off\)"):
+        is_gpu_aware("amd", {"HETHUB_MPI_GPU_AWARE": "yes"}, lambda asked: True)
+
+
 def test_open_mpi_is_asked_through_the_library_itself():
     assert ask_open_mpi(torch._C.__file__)("nvidia") is None  # linked to no MPI
 

@@ -114,6 +114,18 @@ def test_a_tokenizer_comes_with_what_lies_beside_it(tmp_path: Path) -> None:
     check_refused(ranks(1, "generate", run, "a", cwd=tmp_path), "tokenizer.json: the tokenizer cannot be read")
 
 
+def test_an_export_says_that_nobody_named_the_tokenizer(tmp_path: Path) -> None:
+    """The folder was written without one, and without a word."""
+    save_tokenizer(tmp_path / "words.json")
+    (tmp_path / "words.txt").write_text("a b c a b " * 300)
+    tokenise([tmp_path / "words.txt"], str(tmp_path / "words.json"), tmp_path / "words.bin")
+    run = trained(tmp_path, data={"source": "tokens", "path": "words.bin"})
+    ended = one(ranks(1, "export", run, "--to", tmp_path / "hf", cwd=tmp_path))
+    assert ended.exit_code == 0, ended.stderr
+    assert "tokenizer it does not know, so none is written; set data.tokenizer in" in ended.stderr
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+
+
 def test_bytes_are_exported_as_a_tokenizer_of_every_byte() -> None:
     import tokenizers
 

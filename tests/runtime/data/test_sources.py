@@ -369,6 +369,14 @@ def test_text_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_a_parquet_file_is_called_so(tmp_path: Path, source: str) -> None:
+    """`hethub tokenise web.parquet` advised to convert it to UTF-8."""
+    (tmp_path / "web.parquet").write_bytes(b"PAR1\x15\x04\xff rows")
+    with pytest.raises(BadInput, match=r"web\.parquet: is a parquet file.* source: parquet"):
+        opened(tmp_path, source=source, path="web.parquet")
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl"])
 def test_a_compressed_file_is_called_so(tmp_path: Path, source: str) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
     with pytest.raises(BadInput, match=r"a\.jsonl\.gz: is compressed by gzip.* Unpack"):
