@@ -109,10 +109,18 @@ def test_ministages_keep_to_a_given_micro_batch() -> None:
 
 @pytest.mark.parametrize(("schedule", "zero"), [("layered", 3), ("1f1b", 3), ("1f1b", 2)])
 @pytest.mark.parametrize("tied_head", [False, True])
-def test_memory_of_a_whole_plan_is_read_off_a_few_ranks(schedule: ScheduleName, zero: int, tied_head: bool) -> None:
-    base = problem()
+@pytest.mark.parametrize("slow", [cpu("cpu-0", 0.05, 1.0), "T4"])
+def test_memory_of_a_whole_plan_is_read_off_a_few_ranks(
+    schedule: ScheduleName, zero: int, tied_head: bool, slow: object
+) -> None:
+    """Of two devices beside CPUs one was asked, which alone on its island would have no communicators."""
+    nodes = [
+        {"name": name, "accelerator": own, "accelerators": 2}
+        for name, own in (("n0", slow), ("n1", cpu("b", 0.1, 1.0)))
+    ]
+    on = ClusterSpec.model_validate({"name": "test", "emulated": True, "nodes": nodes})
     model = MODEL.replace(tied_head=tied_head, name="maybe-tied")
-    asked = pose(model, base.cluster, base.batch._replace(global_batch=36))
+    asked = pose(model, on, Batch(36, 128, "fp32"))
     replicas = [Replica(unit, 2 + unit.device_type, 6 + 6 * unit.device_type) for unit in units_in_order(asked, 1)]
     stage = StageChoice(replicas, zero, "full")
     used = rank_memory(Layout(plan_of(asked, schedule, [model.layers], [stage]), model, asked.cluster))

@@ -20,7 +20,7 @@ from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Offload, Recompute, ScheduleName
 
 ATTEMPTS = 12  # at samples that leave every rank room
-# Of what the framework leaves of a memory: shares are met to an element, buffers are not counted in full.
+# Of what the framework and the communicators leave of a memory: shares are met to an element, buffers are not counted in full.
 ROUNDING = 0.985
 
 
@@ -131,8 +131,8 @@ def _rooms(problem: Problem, schedule: ScheduleName, stage: StageChoice, state: 
     """What every rank has left for state, as a fraction of all of it."""
     rooms = []
     for own, held in zip(stage.replicas, held_alone(problem, schedule, stage), strict=True):
-        free = problem.capacity(own.unit.device_type) - held.framework
-        rooms.append((ROUNDING * free - (held.alone - held.framework)) / state)
+        free = problem.capacity(own.unit.device_type) - held.fixed
+        rooms.append((ROUNDING * free - (held.alone - held.fixed)) / state)
     return rooms
 
 

@@ -18,10 +18,11 @@ from hethub.spec.plan import ScheduleName
 
 
 class Held(NamedTuple):
-    """Bytes of a rank without its part of the state that ranks share, and what of them the framework takes."""
+    """Bytes of a rank without its part of the state that ranks share, and what of them the framework and the communicators
+    take."""
 
     alone: float
-    framework: int
+    fixed: int
 
 
 def candidate_of(problem: Problem, name: str, schedule: ScheduleName, stage: StageChoice) -> Candidate:
@@ -43,7 +44,7 @@ def held_alone(problem: Problem, schedule: ScheduleName, stage: StageChoice) -> 
     Exact, since nothing but the parts of the state depends on how many ranks there are.
     """
     sorts = {_sort(own): own for own in stage.replicas}
-    few = list(sorts.values()) * (2 if len(sorts) == 1 else 1)
+    few = list(sorts.values()) * 2  # one alone on its island would have no communicators
     devices = [probe_for(problem.device_types[own.unit.device_type].accelerator) for own in few]
     nodes = [NodeSpec(name=f"probe-{i}", accelerator=device, accelerators=1) for i, device in enumerate(devices)]
     cluster = ClusterSpec(name="probe", emulated=True, nodes=tuple(nodes))
@@ -53,7 +54,10 @@ def held_alone(problem: Problem, schedule: ScheduleName, stage: StageChoice) -> 
     plan = plan_of(asked, schedule, [problem.model.layers], [stage._replace(replicas=placed, state_shares={})])
     part = shared_bytes(problem, stage.zero) / len(few)
     used = rank_memory(Layout(plan, problem.model, cluster))
-    held = {sort: Held(one.bytes - part, one.parts["framework"]) for sort, one in zip(sorts, used, strict=False)}
+    held = {
+        sort: Held(one.bytes - part, one.parts["framework"] + one.parts["communicator"])
+        for sort, one in zip(sorts, used, strict=False)
+    }
     return [held[_sort(own)] for own in stage.replicas]
 
 
