@@ -55,13 +55,14 @@ def held_microbatches(
         for samples, later, size in zip(held, deferred_wgrad, sizes, strict=True)
     ]
     running = microbatch * max(0.0, kept.layer - layer - last) if again else 0.0  # its head is through
+    lower = microbatch * (kept.layer - layer) - running if again else 0.0  # more, of a layer that no head stands above
     away = 1.0 if "activations" in stage.offload else software.layers_in_host
     if not away:
-        freed = (*by_chunk[:-1], by_chunk[-1] + head)
+        freed = (*by_chunk[:-1], by_chunk[-1] + head - lower)
         return HeldActivations(ends + sum(by_chunk) + running, microbatch * layer, freed, running), 0.0
     host = away * sum(by_chunk)
     near = sum(by_chunk) - host + min(host, 2 * microbatch * layer)  # the layer at work, the one copied beside it
-    return HeldActivations(ends + near + running, 0.0, (*[0.0] * (len(sizes) - 1), head), running), host
+    return HeldActivations(ends + near + running, 0.0, (*[0.0] * (len(sizes) - 1), head - lower), running), host
 
 
 def _held(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[list[float], list[float]]:

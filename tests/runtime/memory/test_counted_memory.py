@@ -45,6 +45,13 @@ CASES = [
     Case(name="zero3, full recompute", stages=pair(3, recompute="full")),
     Case(name="zero3, tied head", stages=pair(3), model=MODEL.replace(tied_head=True)),
     Case(name="zero3, layered", stages=pair(3), schedule="layered"),
+    Case(
+        name="zero3, layered, full recompute",
+        stages=[stage((0, 6), replica([0], 24, 24), replica([1], 24, 24), zero=3, recompute="full")],
+        schedule="layered",
+        model=MODEL.replace(hidden=256, ffn=704),  # whose weights make a lower layer's backward the peak
+        global_batch=48,
+    ),
     Case(name="zero3, layered, all offloaded", stages=pair(3, offload=ALL), schedule="layered"),
     Case(name="zero0, all offloaded", stages=pair(0, offload=ALL)),
     Case(name="zero2, all offloaded, bf16", stages=pair(2, offload=ALL), precision="bf16"),
@@ -86,7 +93,7 @@ def test_counted_memory_is_the_plans(case: Case) -> None:
     foreseen = rank_memory(case.layout())
     counted = run_ranks(case.size, counted_bytes, case)
     for rank, (entry, (device, host)) in enumerate(zip(foreseen, counted, strict=True)):
-        assert sum(entry.parts[part] for part in COUNTED) == pytest.approx(device, rel=0.05), (
+        assert sum(entry.parts[part] for part in COUNTED) == pytest.approx(device, rel=0.02), (
             f"rank {rank}: {entry.parts}"
         )
         offloaded = entry.host_bytes - entry.host_parts["checkpoint"]  # of which none is written here
