@@ -35,7 +35,7 @@ class Software:
     # Fused attention written for this generation of matrix units. None: where torch takes cuDNN's, by device.
     tuned_attention: bool | None = None
     gathers_ahead: bool = True  # ZeRO-2/3: a layer's collectives overlap its neighbours', over the ends of a pass too
-    norms_apart: bool = True  # in rounds: summed and sent by themselves, not with their layer's matrices
+    norms_apart: bool = True  # summed and sent by themselves, not with the matrices
     one_tied_copy: bool = True  # of a tied head: both ends sum and step it together; else each its own copy
     # Moved per parameter and backward to accumulate half-precision gradients, beside the product's own writing. By device:
     # hethub's, added up in fp32 in the product itself where a library can. None: as measured where weights stay in fp32

@@ -219,35 +219,34 @@ class StateCosts:
         parameters = self.most_parameters(stage, portion)
         num_bytes = parameters * self.gradient_wire_bytes
         tail = min(1.0, BUCKET_BYTES / num_bytes) if self.software.overlapped_reduction else 1.0
+        norms = 0.0 if portion and self.layout.plan.schedule == "layered" else self.norms_seconds(stage, ends)
         if stage_spec.zero == 0:
-            return self._beside_backward(stage, portion, 2.0 * self.ring_seconds(stage, num_bytes), tail, 0.0)
+            return self._beside_backward(stage, ends, 2.0 * self.ring_seconds(stage, num_bytes), tail, 2.0 * norms, 0.0)
         by_layer = self._by_layer(stage, ends, self.width)
         gather = self.ring_seconds(stage, parameters * self.width) if stage_spec.zero == 1 else sum(by_layer)
         if stage_spec.zero < 3 and self.software.overlapped_gather and "parameters" not in stage_spec.offload:
             shown = max(gather * tail, excess(gather, self._passes(stage, ends)[0], ends.layers))
             gather = shown + self._overlap_cost(stage) * (gather - shown)
         if stage_spec.zero == 1:
-            return self._beside_backward(stage, portion, self.ring_seconds(stage, num_bytes), tail, gather)
+            return self._beside_backward(stage, ends, self.ring_seconds(stage, num_bytes), tail, norms, gather + norms)
         if stage_spec.zero == 3:  # a step's first weights come before anything that would hide them
             gather = by_layer[0] if self.in_rounds(stage) else 0.0
         last = self.reduce_seconds(stage, ends)[0] if self.software.gathers_ahead else 0.0
-        norms = self.norms_seconds(stage, ends)
         return Reduction(last + norms, last + norms, gather + norms)
 
     def norms_seconds(self, stage: int, portion: Portion) -> float:
-        """What a portion's norms add to a sum and to sending weights, which they do in rounds, by themselves there."""
-        if not (self.software.norms_apart and self.in_rounds(stage)):
+        """What a portion's norms add to a sum and to sending weights, by themselves; passes hide both."""
+        if not self.software.norms_apart or (self.level(stage) >= 2 and not self.in_rounds(stage)):
             return 0.0
         return self.ring_seconds(stage, self.model.hidden * (2 * portion.layers + portion.last) * self.width)
 
     def _beside_backward(
-        self, stage: int, portion: Portion | None, seconds: float, tail: float, gather: float
+        self, stage: int, portion: Portion, seconds: float, tail: float, norms: float, gather: float
     ) -> Reduction:
-        """A reduction whose last part, a fraction `tail`, no backward hides, and which slows the backward that hides the
-        rest: one sample's at least, whatever the microbatches."""
-        backward = self._passes(stage, portion or self.whole[stage])[1]
-        slowed = self._overlap_cost(stage) * min(seconds * (1.0 - tail), backward)
-        return Reduction(seconds + slowed, seconds * tail + slowed, gather)
+        """A reduction whose last part, a fraction `tail` and the norms, no backward hides, and which slows the backward that
+        hides the rest: one sample's at least, whatever the microbatches."""
+        slowed = self._overlap_cost(stage) * min(seconds * (1.0 - tail), self._passes(stage, portion)[1])
+        return Reduction(seconds + slowed + norms, seconds * tail + slowed + norms, gather)
 
     def _overlap_cost(self, stage: int) -> float:
         """By how much a second of hidden communication slows the compute that hides it. CPUs, which communicate with the

@@ -44,12 +44,17 @@ def test_collectives_beside_a_layers_passes_slow_them(zero: int) -> None:
 def test_a_steps_one_reduction_slows_the_backward_that_hides_it(zero: int) -> None:
     costs = costs_of("1f1b", zero)
     num_bytes = 4 * costs.state.most_parameters(0)
-    whole = (2 if zero == 0 else 1) * costs.state.ring_seconds(0, num_bytes)
+    times = 2 if zero == 0 else 1
+    whole, norms = (
+        times * each
+        for each in (costs.state.ring_seconds(0, num_bytes), costs.state.norms_seconds(0, costs.state.whole[0]))
+    )
     tail, backward = whole * BUCKET_BYTES / num_bytes, costs.microbatch(0, 0, 1).backward.total
     slowed = COST * min(whole - tail, backward)
     found = costs.state.reduction(0)
-    assert found.seconds == pytest.approx(whole + slowed)
-    assert found.tail_seconds == pytest.approx(tail + slowed)
+    assert norms > 0
+    assert found.seconds == pytest.approx(whole + slowed + norms)  # norms by themselves, behind all others
+    assert found.tail_seconds == pytest.approx(tail + slowed + norms)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -59,15 +64,16 @@ def test_layers_that_share_a_bucket_are_summed_behind_the_last_of_them(zero: int
     layered, flat = (costs_of(schedule, zero, "T4", batch=8) for schedule in ("layered", "1f1b"))
     assert 4 * layered.state.most_parameters(0) < BUCKET_BYTES
     sums = flat.state.reduction(0).seconds
-    assert step_times(layered.layout, layered).breakdown["dp"] >= sums
+    assert step_times(layered.layout, layered).breakdown["dp"] >= 0.999 * sums
     assert step_times(layered.layout, layered).breakdown["dp"] == pytest.approx(
         step_times(flat.layout, flat).breakdown["dp"]
     )
 
 
 def test_cpus_are_priced_as_they_were_measured() -> None:
-    costs = costs_of("1f1b", 1, "CPU-core")
-    assert costs.state.reduction(0).seconds == costs.state.ring_seconds(0, 4 * costs.state.most_parameters(0))
+    state = costs_of("1f1b", 1, "CPU-core").state
+    whole = state.ring_seconds(0, 4 * state.most_parameters(0))
+    assert state.reduction(0).seconds == whole + state.norms_seconds(0, state.whole[0])
 
 
 @pytest.mark.parametrize("schedule", ["layered", "ministages", "1f1b"])
