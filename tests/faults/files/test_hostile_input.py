@@ -1,9 +1,11 @@
 """Files of strangers: bombs, depths, names that point elsewhere. Each is one paragraph, soon, and nothing is run."""
 
 import json
+import os
 import struct
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,6 @@ from hethub.runtime.data.sources import pieces
 from hethub.runtime.data.token_file import HEADER_BYTES, MAGIC, read_token_file
 from hethub.runtime.data.tokenizer import load_tokenizer
 from hethub.runtime.model.huggingface import INDEX_FILE, SINGLE_FILE, open_weights
-from hethub.spec import documents
 from hethub.spec.documents import parse_yaml, read_json, read_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.hugging_face import from_hugging_face
@@ -60,14 +61,24 @@ def test_an_override_is_read_within_the_same_bounds(tmp_path: Path) -> None:
         load_job(write_job(tmp_path), ["train.steps=" + "[" * 100_000])
 
 
-def test_endless_files_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"/dev/zero: the job file is longer than 16,777,216 bytes"):
-        read_yaml(Path("/dev/zero"), "job file")
-    monkeypatch.setattr(documents, "MOST_JSON_BYTES", 10)
-    with pytest.raises(BadInput, match=r"the profile is longer than 5 bytes"):
-        read_json(Path("/dev/zero"), "profile", 5)
-    with pytest.raises(BadInput, match=r"that is no tokenizer\.json"):
+def test_endless_files_are_refused(tmp_path: Path) -> None:
+    for read in (partial(read_yaml, what="job file"), partial(read_json, what="profile")):
+        with pytest.raises(BadInput, match=r"/dev/zero: this is a device"):
+            read(Path("/dev/zero"))
+    with pytest.raises(BadInput, match=r"/dev/zero: this is a device"):
         load_tokenizer("/dev/zero", tmp_path)
+
+
+def test_files_of_absurd_length_are_refused(tmp_path: Path) -> None:
+    (long := tmp_path / "long").touch()
+    os.truncate(long, 2**24 + 1)
+    with pytest.raises(BadInput, match=r"long: the job file is longer than 16,777,216 bytes"):
+        read_yaml(long, "job file")
+    with pytest.raises(BadInput, match=r"the profile is longer than 5 bytes"):
+        read_json(long, "profile", 5)
+    os.truncate(long, 2**28 + 1)
+    with pytest.raises(BadInput, match=r"that is no tokenizer\.json"):
+        load_tokenizer(str(long), tmp_path)
 
 
 DEEP = '{"text": ' + "[" * 100_000
