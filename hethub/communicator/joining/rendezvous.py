@@ -67,8 +67,8 @@ def exchanged(store: dist.Store, rank: int, size: int, own: str) -> list[str]:
     """What every rank says, in rank order; `store` is for this alone.
 
     Rank 0 may serve the store: should it refuse what it has read and end, the others must have read it too. So it
-    waits for them, and nobody for it; then it clears the store. Raises RunFailed naming a rank that says nothing within the store's
-    timeout.
+    waits for them, and nobody for it; then it clears the store. Raises RunFailed naming a rank that says nothing within
+    the store's timeout.
     """
     places = [str(other) for other in range(size)]
     store.set(str(rank), own)

@@ -222,15 +222,17 @@ class StateCosts:
         norms = 0.0 if portion and self.layout.plan.schedule == "layered" else self.norms_seconds(stage, ends)
         if stage_spec.zero == 0:
             return self._beside_backward(stage, ends, 2.0 * self.ring_seconds(stage, num_bytes), tail, 2.0 * norms, 0.0)
-        by_layer = self._by_layer(stage, ends, self.width)
-        gather = self.ring_seconds(stage, parameters * self.width) if stage_spec.zero == 1 else sum(by_layer)
+        if stage_spec.zero == 1:
+            gather = self.ring_seconds(stage, parameters * self.width)
+        else:
+            gather = sum(self._by_layer(stage, ends, self.width))
         if stage_spec.zero < 3 and self.software.overlapped_gather and "parameters" not in stage_spec.offload:
             shown = max(gather * tail, excess(gather, self._passes(stage, ends)[0], ends.layers))
             gather = shown + self._overlap_cost(stage) * (gather - shown)
         if stage_spec.zero == 1:
             return self._beside_backward(stage, ends, self.ring_seconds(stage, num_bytes), tail, norms, gather + norms)
         if stage_spec.zero == 3:  # a step's first weights come before anything that would hide them
-            gather = by_layer[0] if self.in_rounds(stage) else 0.0
+            gather = self._by_layer(stage, ends, self.width)[0] if self.in_rounds(stage) else 0.0
         last = self.reduce_seconds(stage, ends)[0] if self.software.gathers_ahead else 0.0
         return Reduction(last + norms, last + norms, gather + norms)
 
