@@ -64,7 +64,7 @@ def test_layers_that_share_a_bucket_are_summed_behind_the_last_of_them(zero: int
     layered, flat = (costs_of(schedule, zero, "T4", batch=8) for schedule in ("layered", "1f1b"))
     assert 4 * layered.state.most_parameters(0) < BUCKET_BYTES
     sums = flat.state.reduction(0).seconds
-    assert step_times(layered.layout, layered).breakdown["dp"] >= 0.999 * sums
+    assert step_times(layered.layout, layered).breakdown["dp"] >= (1 - 1e-9) * sums  # but for rounding
     assert step_times(layered.layout, layered).breakdown["dp"] == pytest.approx(
         step_times(flat.layout, flat).breakdown["dp"]
     )
