@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 
-from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate, CandidateStage, Pattern, ReplicaGroup
 from hethub.planner.candidate.samples import one_moved
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import Where, fitted, resized
@@ -47,7 +47,7 @@ def _changed(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candid
     yield _groups(candidate, problem, pairs)
     yield _made_to_fit(_degrees(candidate, problem, some), costs)
     if problem.constraints.pp is None and problem.constraints.dp is None:
-        yield _made_to_fit(_depths(candidate), costs)
+        yield _made_to_fit(_depths(candidate, problem), costs)
     if problem.size <= MOST_NUDGED:
         yield nudges(candidate)
 
@@ -218,12 +218,14 @@ def _degrees(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> I
                         yield candidate.with_stages({index: stage.with_groups(groups)})
 
 
-def _depths(candidate: Candidate) -> Iterator[Candidate]:
-    """One stage fewer, two neighbours joined, or one more, one cut into two halves."""
+def _depths(candidate: Candidate, problem: Problem) -> Iterator[Candidate]:
+    """One stage fewer, two neighbours joined, or one more, one cut into two halves. Of one stage, zero_bubble is 1F1B."""
     stages = candidate.stages
+    plain = len(stages) == 2 and candidate.pattern.schedule in problem.other_schedules
+    left = replace(candidate, pattern=Pattern(problem.schedule), extra_in_flight=0) if plain else candidate
     for index, (one, other) in enumerate(pairwise(stages)):
         joined = replace(one, layers=one.layers + other.layers).with_groups([*one.groups, *other.groups])
-        yield replace(candidate, stages=(*stages[:index], joined, *stages[index + 2 :]))
+        yield replace(left, stages=(*stages[:index], joined, *stages[index + 2 :]))
     for index, own in enumerate(stages):
         if own.layers > 1 and not any(group.number % 2 for group in own.groups):
             half = [group._replace(number=group.number // 2) for group in own.groups]

@@ -71,13 +71,14 @@ class Collectives:
     def _reduce_beside(self, stage: StageNodes) -> None:
         """A chunk's gradients are summed from its last microbatch's backward on; the last bucket cannot start before
         its end. Under `layered` the layers of a stage share buckets."""
-        stream = self.graph.add_actor()
+        stream, slowed, cost = self.graph.add_actor(), 0.0, self.costs.state.overlap_cost(stage.index)
         for chunk in stage.chunks:
             reduction = self.costs.state.reduction(stage.index, self._portion(stage, chunk))
             if reduction.seconds:
                 node = self._beside(stream, reduction.seconds, stage.completing(chunk))
-                tail = self._meet(stage.completing(chunk), reduction.tail_seconds)
+                tail = self._meet(stage.completing(chunk), reduction.tail_seconds + slowed)
                 self._wait(stage.reduces(chunk), node, tail)
+                slowed += cost * reduction.tail_seconds  # the next chunk's backward, which hides it
         if self.layout.plan.schedule == "layered":
             last, seconds = stage.chunks[-1], self.costs.state.reduction(stage.index).tail_seconds
             if seconds:

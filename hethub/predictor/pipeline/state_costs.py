@@ -228,7 +228,7 @@ class StateCosts:
             gather = sum(self._by_layer(stage, ends, self.width))
         if stage_spec.zero < 3 and self.software.overlapped_gather and "parameters" not in stage_spec.offload:
             shown = max(gather * tail, excess(gather, self._passes(stage, ends)[0], ends.layers))
-            gather = shown + self._overlap_cost(stage) * (gather - shown)
+            gather = shown + self.overlap_cost(stage) * (gather - shown)
         if stage_spec.zero == 1:
             return self._beside_backward(stage, ends, self.ring_seconds(stage, num_bytes), tail, norms, gather + norms)
         if stage_spec.zero == 3:  # a step's first weights come before anything that would hide them
@@ -247,23 +247,25 @@ class StateCosts:
     ) -> Reduction:
         """A reduction whose last part, a fraction `tail` and the norms, no backward hides, and which slows the backward that
         hides the rest: one sample's at least, whatever the microbatches."""
-        slowed = self._overlap_cost(stage) * min(seconds * (1.0 - tail), self._passes(stage, portion)[1])
+        slowed = self.overlap_cost(stage) * min(seconds * (1.0 - tail), self._passes(stage, portion)[1])
         return Reduction(seconds + slowed + norms, seconds * tail + slowed + norms, gather)
 
-    def _overlap_cost(self, stage: int) -> float:
-        """By how much a second of hidden communication slows the compute that hides it. CPUs, which communicate with the
-        cores that compute, were measured in rounds and passes alone; rehearsals slow nothing."""
-        free = self.by_turns[stage] or self.layout.cluster.emulated
-        return 0.0 if free else self.network.fit["overlap_cost"]
+    def overlap_cost(self, stage: int) -> float:
+        """By how much a second of hidden communication slows the compute that hides it. CPUs copy and sum with the cores
+        that compute; rehearsals slow nothing."""
+        if self.by_turns[stage]:
+            layer_bytes = self.width * self.most_parameters(stage, Portion(1, False, False))
+            return self.network.copied_part(self.replica_group(stage, 0), layer_bytes)
+        return 0.0 if self.layout.cluster.emulated else self.network.fit["overlap_cost"]
 
     def slowed_passes(
         self, stage: int, passes: tuple[float, float], portion: Portion, part: float
     ) -> tuple[float, float]:
         """What the collectives beside a chunk's passes, once for all its microbatches, slow the forward and backward of
         one that is so large a part of them."""
-        if not self.in_passes(stage):
+        if not self.in_passes(stage) or self.by_turns[stage]:
             return 0.0, 0.0
-        gather, cost = part * sum(self.gather_seconds(stage, portion)), self._overlap_cost(stage)
+        gather, cost = part * sum(self.gather_seconds(stage, portion)), self.overlap_cost(stage)
         reduce = part * sum(self.reduce_seconds(stage, portion)) if self.level(stage) >= 2 else 0.0
         return cost * min(gather, passes[0]), cost * min(gather + reduce, passes[1])
 
@@ -291,11 +293,7 @@ class StateCosts:
     def _shown(self, stage: int, seconds: float, exposed_seconds: float) -> float:
         """What communication adds to a pass: all that compute does not hide, and a part of what it does, for
         collectives take processors and memory bandwidth from the compute beside them."""
-        part = self._overlap_cost(stage)
-        if self.by_turns[stage]:
-            layer_bytes = self.width * self.most_parameters(stage, Portion(1, False, False))
-            part = self.network.copied_part(self.replica_group(stage, 0), layer_bytes)
-        return exposed_seconds + part * (seconds - exposed_seconds)
+        return exposed_seconds + self.overlap_cost(stage) * (seconds - exposed_seconds)
 
     def in_rounds(self, stage: int) -> bool:
         """Whether every microbatch of a stage goes with collectives of its own."""
