@@ -50,8 +50,10 @@ def held_microbatches(
     last = kept.last * (assignment.stage == layout.num_stages - 1)
     head = held[-1] * last  # gone with the topmost chunk
     ends = held[0] * kept.first * (assignment.stage == 0) + head
+    # Two layers share one of the gradients put off, unless each has it copied to the host.
+    deferred_wgrad_bytes = kept.deferred_wgrad + kept.input * ("activations" in stage.offload)
     by_chunk = [
-        size * (samples * layer + later * kept.deferred_wgrad)
+        size * (samples * layer + later * deferred_wgrad_bytes)
         for samples, later, size in zip(held, deferred_wgrad, sizes, strict=True)
     ]
     running = microbatch * max(0.0, kept.layer - layer - last) if again else 0.0  # its head is through

@@ -1,6 +1,6 @@
 """What a layer keeps for its backward, in host memory instead of on the device (offloaded activations)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -80,27 +80,27 @@ class OffloadedLayer:
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor kept on the device, where `OffloadedInput` keeps one in host memory."""
+    """Tensors kept on the device, where `OffloadedTensors` keeps some in host memory."""
 
-    tensor: Tensor
+    tensors: tuple[Tensor, ...]
 
     def prefetch(self) -> None:
         """Nothing to bring."""
 
 
-class OffloadedInput:
-    """A layer's input alone, offloaded until the layer is run again from it."""
+class OffloadedTensors:
+    """A layer's input, or what its weights' gradients are made of: in host memory until asked for, each storage once."""
 
-    def __init__(self, x: Tensor, arena: HostArena, meter: MemoryMeter) -> None:
+    def __init__(self, tensors: Iterable[Tensor], arena: HostArena, meter: MemoryMeter) -> None:
         self._layer = OffloadedLayer(arena, meter)
-        self._packed = self._layer.pack(x)
+        self._packed = [self._layer.pack(tensor) for tensor in tensors]
         self._layer.end()
 
     def prefetch(self) -> None:
-        """Starts bringing it back."""
+        """Starts bringing them back."""
         self._layer.prefetch()
 
     @property
-    def tensor(self) -> Tensor:
-        """The input, on the device."""
-        return self._layer.unpack(self._packed).detach()
+    def tensors(self) -> tuple[Tensor, ...]:
+        """They, on the device."""
+        return tuple([self._layer.unpack(packed).detach() for packed in self._packed])

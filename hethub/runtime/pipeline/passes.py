@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hethub.runtime.memory.activation_offload import Kept, OffloadedInput, OffloadedLayer
+from hethub.runtime.memory.activation_offload import Kept, OffloadedLayer, OffloadedTensors
 from hethub.runtime.model.layers import LlamaLayer
 from hethub.runtime.model.stage import MicrobatchInput, Stage
 from hethub.runtime.pipeline.itinerary import Itinerary
@@ -24,7 +24,7 @@ from hethub.spec.ranges import Range
 class _Through:
     """A layer that a microbatch has passed: the ends of its graph, or its input alone where it will be run again."""
 
-    source: Tensor | Kept | OffloadedInput
+    source: Tensor | Kept | OffloadedTensors
     result: Tensor | None = None
 
     def prefetch(self) -> None:
@@ -66,12 +66,11 @@ class _Inlet(torch.autograd.Function):
         return None, None, None
 
 
-class _Product(NamedTuple):
-    """A deferred gradient: left @ right, to be added to the parameter's."""
+class _Products(NamedTuple):
+    """A layer's deferred gradients: a left @ right to be added to each parameter's, which come in turn."""
 
-    parameter: Parameter
-    left: Kept | OffloadedInput
-    right: Kept | OffloadedInput
+    parameters: list[Parameter]
+    factors: Kept | OffloadedTensors
 
 
 class MicrobatchPass:
@@ -92,7 +91,7 @@ class MicrobatchPass:
         self._embedded: GradientEdge | None = None
         self._through: list[_Through | _OffloadedGraph] = []
         self._head: tuple[Tensor, Tensor] | None = None  # the head's input and loss
-        self._deferred_wgrad: list[list[_Product]] = []  # per layer, the last one first
+        self._deferred_wgrad: list[_Products] = []  # per layer, the last one first
         self._following: MicrobatchPass | None = None
 
     def forward(self, x: Tensor | None) -> Tensor:
@@ -166,19 +165,19 @@ class MicrobatchPass:
         """As `_layer_backward`, keeping the layer's weight products for later."""
         with deferring(self._stage.layers[layer].matrices) as products:
             grad = self._layer_backward(layer, grad)
-        keep = self._itinerary.zero_manager.keep
-        self._deferred_wgrad.append(
-            [_Product(parameter, keep(left), keep(right)) for parameter, left, right in products]
-        )
+        factors = [factor for _, *both in products for factor in both]
+        kept = self._itinerary.zero_manager.keep(*factors)
+        self._deferred_wgrad.append(_Products([parameter for parameter, *_ in products], kept))
         return grad
 
     def run_wgrad(self) -> None:
         """Adds the weights' gradients that `backward` has deferred, layer by layer in its order."""
-        for layer, products in zip(reversed(self._layers), self._deferred_wgrad, strict=True):
+        for layer in reversed(self._layers):
             self._itinerary.enter(Kind.WEIGHT, layer)
-            while products:
-                product = products.pop(0)
-                product.parameter.add_product(product.left.tensor, product.right.tensor)
+            parameters, kept = self._deferred_wgrad.pop(0)
+            factors = kept.tensors
+            for parameter, left, right in zip(parameters, factors[::2], factors[1::2], strict=True):
+                parameter.add_product(left, right)
             self._itinerary.leave(Kind.WEIGHT, layer)
 
     def _layer_backward(self, layer: int, grad: Tensor | None) -> Tensor:
@@ -190,8 +189,8 @@ class MicrobatchPass:
         if isinstance(through.source, Tensor):
             assert through.result is not None
             return _backward(through.source, through.result, grad)
-        source = through.source.tensor.requires_grad_()
-        return _backward(source, self._stage.layers[layer](source, self._tokens), grad)
+        (source,) = through.source.tensors
+        return _backward(source.requires_grad_(), self._stage.layers[layer](source, self._tokens), grad)
 
 
 def _backward(source: Tensor, result: Tensor, grad: Tensor | None) -> Tensor:

@@ -25,7 +25,7 @@ from collections import Counter
 from torch import Tensor
 
 from hethub.runtime.memory.accounting import MemoryMeter
-from hethub.runtime.memory.activation_offload import Kept, OffloadedInput, OffloadedLayer
+from hethub.runtime.memory.activation_offload import Kept, OffloadedLayer, OffloadedTensors
 from hethub.runtime.memory.host_arena import HostArena
 from hethub.runtime.state.reduction import Reducer
 from hethub.runtime.state.stepping import Stepping
@@ -149,9 +149,11 @@ class ZeroManager:
             self.gradients.finish()
         self.reducer.finish(chunk)
 
-    def keep(self, x: Tensor) -> Kept | OffloadedInput:
-        """Keeps a tensor between a microbatch's passes; `.tensor` gives it back, sooner after `.prefetch()`."""
-        return Kept(self._meter.keep(x)) if self._arena is None else OffloadedInput(x, self._arena, self._meter)
+    def keep(self, *tensors: Tensor) -> Kept | OffloadedTensors:
+        """Keeps tensors between a microbatch's passes; `.tensors` gives them back, sooner after `.prefetch()`."""
+        if self._arena is not None:
+            return OffloadedTensors(tensors, self._arena, self._meter)
+        return Kept(tuple(map(self._meter.keep, tensors)))
 
     def offload(self) -> OffloadedLayer | None:
         """Where a layer's graph keeps its tensors in host memory; None where they stay on the device."""

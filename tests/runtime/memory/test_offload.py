@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hethub.kernels.device import choose_device
+from hethub.predictor.memory.ranks import rank_memory
 from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.memory.activation_offload import OffloadedLayer
 from hethub.runtime.memory.host_arena import HostArena
@@ -124,6 +125,9 @@ def test_offloaded_activations_train_the_same_model_in_less_memory(name: str) ->
         assert here[3] == there[3] == there[5] == here[4] == 0
     here, there = results[False][0], results[True][0]
     assert there[4] > 0.4 * here[2]  # the host holds what the device no longer does
+    host = [entry.host_parts["activations"] for entry in rank_memory(case.layout())]
+    within = 0.1 if name in ("selective", "documents") else 1e-6  # masks and scores are not counted
+    assert [own[4] for own in results[True]] == pytest.approx(host, rel=within)
     assert there[2] < (0.9 if name in ("full", "documents") else 0.6) * here[2]
 
 
