@@ -103,8 +103,8 @@ def _carried() -> tuple[str, ...]:
 def _daemon(cluster: ClusterSpec) -> list[str]:
     """Where nodes have other environments than this: Open MPI would start its daemon on all hosts at the path it has
     here; this starts that of the first environment which a host has."""
-    environments = list(dict.fromkeys(node.environment for node in cluster.nodes if node.environment is not None))
-    if not environments or environments == [sys.prefix]:
+    environments = list(dict.fromkeys(node.environment or sys.prefix for node in cluster.nodes))
+    if environments == [sys.prefix]:
         return []
     listed = " ".join(shlex.quote(f"{environment}/bin/prted") for environment in environments)
     find = f'for each in {listed}; do if [ -x "$each" ]; then exec "$each" "$@"; fi; done; exit 127'

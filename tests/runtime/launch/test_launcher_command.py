@@ -126,6 +126,10 @@ def test_open_mpi_starts_the_daemon_of_the_environment_that_a_host_has(tmp_path:
     daemon.chmod(0o755)
     said = subprocess.run(["sh", "-c", f"{agent} --prtemca a 'b c'"], capture_output=True, text=True, check=True).stdout
     assert said.split() == [str(daemon), "--prtemca", "a", "b", "c"]
+    first, other = TWO_MAKERS.nodes
+    mixed = TWO_MAKERS.replace(nodes=(first, other.replace(environment=None)))  # its ranks run in this environment
+    (command,) = launch_commands(JOB, mixed, "mpirun")
+    assert f"{sys.prefix}/bin/prted" in command.words[command.words.index("prte_launch_agent") + 1]
     at_home = [{**node.to_dict(), "environment": sys.prefix} for node in TWO_MAKERS.nodes]
     (command,) = launch_commands(JOB, TWO_MAKERS.replace(nodes=tuple(at_home)), "mpirun")
     assert "prte_launch_agent" not in command.words
