@@ -20,7 +20,7 @@ from hethub.commands.common import (
 )
 from hethub.commands.program import is_program_job
 from hethub.commands.train import AGAIN, STOPPED, add_run, check_given
-from hethub.spec.errors import BadInput, RunFailed
+from hethub.spec.errors import BadInput, RunFailed, asked_by
 
 if TYPE_CHECKING:
     from hethub.spec.job import Job
@@ -65,7 +65,9 @@ def launch(options: argparse.Namespace) -> int:
     }  # fmt: skip
     extra += [word for name, path in named.items() if path is not None for word in (name, str(path))]
     extra += ["--accept-changes"] if options.accept_changes else []
-    starts = launch_commands(options.job, known_cluster(job), options.launcher, extra)
+    cluster = known_cluster(job)
+    with asked_by(job.base / job.spec.cluster):
+        starts = launch_commands(options.job, cluster, options.launcher, extra)
     if options.dry_run:
         print("\n".join(map(str, starts)))
         return 0

@@ -50,6 +50,7 @@ def test_launch_hands_on_what_was_asked(tmp_path):
         (["--set", "train.global_batch=16"], "plan.yaml: the plan was made for global_batch 8"),
         (["--profile", "nope.json"], "nope.json: there is no such profile"),
         (["--resume", "nope"], "nope: there is no run to resume here"),
+        (["--set", "cluster=many.yaml", "--set", "plan=auto"], "many.yaml: node 'rack' stands for 2 machines"),
         (["--resume", "a", "--run-dir", "b"], "--resume and --run-dir name two run folders"),
     ],
 )
@@ -58,6 +59,8 @@ def test_what_a_job_cannot_run_is_refused_before_it_is_launched(given, said, tmp
     monkeypatch.chdir(tmp_path)
     write_job(tmp_path)
     write_yaml(tmp_path / "elsewhere.yaml", plan(cluster="elsewhere"))
+    nodes = [{"name": "rack", "count": 2, "accelerator": "MI300X", "accelerators": 8}]
+    write_yaml(tmp_path / "many.yaml", {"name": "many", "nodes": nodes})
     assert run(["launch", "job.yaml", "--dry-run", *given]) == 2
     told = capsys.readouterr()
     assert said in told.err
