@@ -50,6 +50,7 @@ def test_launch_hands_on_what_was_asked(tmp_path):
         (["--set", "train.global_batch=16"], "plan.yaml: the plan was made for global_batch 8"),
         (["--profile", "nope.json"], "nope.json: there is no such profile"),
         (["--resume", "nope"], "nope: there is no run to resume here"),
+        (["--set", "cluster=home.yaml"], "home.yaml, line 7: nodes[0].environment: '~/cuda' is taken as it stands"),
         (["--set", "cluster=many.yaml", "--set", "plan=auto"], "many.yaml: node 'rack' stands for 2 machines"),
         (["--resume", "a", "--run-dir", "b"], "--resume and --run-dir name two run folders"),
     ],
@@ -60,6 +61,7 @@ def test_what_a_job_cannot_run_is_refused_before_it_is_launched(given, said, tmp
     write_job(tmp_path)
     write_yaml(tmp_path / "elsewhere.yaml", plan(cluster="elsewhere"))
     nodes = [{"name": "rack", "count": 2, "accelerator": "MI300X", "accelerators": 8}]
+    write_yaml(tmp_path / "home.yaml", {"name": "home", "nodes": [{**nodes[0], "environment": "~/cuda"}]})
     write_yaml(tmp_path / "many.yaml", {"name": "many", "nodes": nodes})
     assert run(["launch", "job.yaml", "--dry-run", *given]) == 2
     told = capsys.readouterr()
