@@ -142,6 +142,13 @@ def _srun_environment(cluster: ClusterSpec) -> dict[str, str]:
 
 def _batch_script(job: Path, cluster: ClusterSpec, extra: Sequence[str]) -> str:
     """A script of one component per node entry; on the first node of the first it starts srun over all of them."""
+    hosts = [host for node in cluster.nodes for host in node.hosts or ()]
+    whole = [host for node in cluster.nodes if node.unnamed_device.vendor != "cpu" for host in node.hosts or ()]
+    if twice := [host for host in whole if hosts.count(host) > 1]:
+        raise BadInput(
+            f"machine '{twice[0]}' is among the hosts of two nodes, and Slurm gives it to one of them whole; name it once, or use "
+            "--with mpirun where accelerators of two makers share a machine."
+        )
     lines = ["#!/bin/bash", "#SBATCH --job-name=hethub"]
     if is_local(cluster):
         lines.append(f"#SBATCH --nodes=1 --ntasks={cluster.size}")

@@ -111,6 +111,15 @@ def test_root_may_start_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch_commands(JOB, TWO_MAKERS, "mpirun")[0].environment == {}
 
 
+def test_slurm_is_asked_for_no_machine_twice() -> None:
+    """The job would have waited for ever. Two makers in one machine are started by mpirun."""
+    nvidia, amd = TWO_MAKERS.nodes
+    shared = TWO_MAKERS.replace(nodes=(nvidia, amd.replace(hosts=("nv2",))))
+    with pytest.raises(BadInput, match="machine 'nv2' is among the hosts of two nodes"):
+        launch_commands(JOB, shared, "sbatch")
+    assert "--host nv2:8" in " ".join(launch_commands(JOB, shared, "mpirun")[0].words)
+
+
 def test_open_mpi_starts_the_daemon_of_the_environment_that_a_host_has(tmp_path: Path) -> None:
     """It knows one path for all hosts, and would not find its daemon where environments lie elsewhere."""
     environments = [tmp_path / "of this host's maker", tmp_path / "rocm"]
