@@ -18,8 +18,9 @@ from hethub.commands.common import (
     print_json,
     refuse_overwriting,
 )
-from hethub.commands.train import AGAIN, STOPPED, add_run
-from hethub.spec.errors import BadInput, RunFailed
+from hethub.commands.program import is_program_job
+from hethub.commands.train import AGAIN, STOPPED, add_run, check_given
+from hethub.spec.errors import BadInput, RunFailed, asked_by
 
 if TYPE_CHECKING:
     from hethub.spec.job import Job
@@ -57,13 +58,16 @@ def launch(options: argparse.Namespace) -> int:
     from hethub.spec.job import load_job
 
     job = load_job(options.job, options.set)
+    _check_named(options, job)
     extra = [word for override in options.set for word in ("--set", override)]
     named = {
         "--plan": options.plan, "--profile": options.profile, "--run-dir": options.run_dir, "--resume": options.resume,
     }  # fmt: skip
     extra += [word for name, path in named.items() if path is not None for word in (name, str(path))]
     extra += ["--accept-changes"] if options.accept_changes else []
-    starts = launch_commands(options.job, known_cluster(job), options.launcher, extra)
+    cluster = known_cluster(job)
+    with asked_by(job.base / job.spec.cluster):
+        starts = launch_commands(options.job, cluster, options.launcher, extra)
     if options.dry_run:
         print("\n".join(map(str, starts)))
         return 0
@@ -78,6 +82,29 @@ def launch(options: argparse.Namespace) -> int:
     if code not in (0, _REFUSED, STOPPED, AGAIN):
         raise RunFailed(f"the job ended with exit code {code}; what failed is said above.")
     return code
+
+
+def _check_named(options: argparse.Namespace, job: "Job") -> None:
+    """Raises BadInput where the plan, the profile or the run that the ranks are to take is not there, or is for another
+    job: once, before any of them starts."""
+    from hethub.predictor.cost.profile import profile_for
+    from hethub.runtime.run_folder import AUTO, RunFolder, run_and_step
+    from hethub.spec.job import load_plan_of
+    from hethub.spec.layout.bind import bind_file
+    from hethub.spec.program import load_program_plan
+
+    cluster, file = known_cluster(job), options.plan or job.plan_path
+    is_program = is_program_job(job, options.plan)
+    check_given(options, by_itself=options.resume == AUTO, is_program=is_program)
+    if options.resume not in (None, AUTO) and not (folder := run_and_step(options.resume)[0]).is_dir():
+        RunFolder(folder).check_resumable()
+    if is_program:
+        if file is not None:
+            load_program_plan(file)
+        return
+    profile_for(job, options.profile)
+    if file is not None:
+        bind_file(file, load_plan_of(job, file), job.model, cluster)
 
 
 def _add_doctor(commands: Any) -> None:

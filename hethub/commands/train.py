@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         is_program = runs_program(options.job, options.set, options.plan)
         with one_voice_per_node(launch_info()):
-            _check(options, by_itself=by_itself, is_program=is_program)
+            check_given(options, by_itself=by_itself, is_program=is_program)
         stopped = _run_program(options) if is_program else _run_plan(options)
     except RunFailed as error:
         error.again = by_itself
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     return STOPPED if stopped else 0
 
 
-def _check(options: argparse.Namespace, *, by_itself: bool, is_program: bool) -> None:
+def check_given(options: argparse.Namespace, *, by_itself: bool, is_program: bool) -> None:
     """Raises BadInput where what was given does not go together."""
     if options.resume is not None and options.run_dir is not None and not by_itself:
         raise BadInput(

@@ -8,12 +8,14 @@ from hethub.predictor.cost.constants import ASSUMED, Constants, packaged
 from hethub.predictor.cost.intervals import interval
 from hethub.predictor.cost.operators import model_flops
 from hethub.predictor.cost.profile import ProfileSpec
+from hethub.predictor.cost.resources import OF_RANKS, Resource
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.memory.ranks import RankMemory, all_fit, rank_memory
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import StepTimes, step_times
 from hethub.predictor.pipeline.timeline import Span, timeline
 from hethub.predictor.staging import Staging
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
 from hethub.spec.ranges import show_ranks
@@ -102,7 +104,7 @@ def predict(
         mfu=100.0 * model_flops(model, plan.global_batch, plan.seq_len) / times.seconds / peaks,
         breakdown=times.breakdown,
         memory=used,
-        bottleneck=_bottleneck(layout, times),
+        bottleneck=_bottleneck(layout, times) + _full_link(layout, times, costs),
         ceiling_tokens_per_second=ceiling,
         percent_of_ceiling=100.0 * tokens_per_second / ceiling,
         extrapolated=extrapolated,
@@ -114,7 +116,7 @@ def _interval(
     layout: Layout, seconds: float, software: Software, constants: Constants, profile: ProfileSpec | None
 ) -> tuple[float, float]:
     precision = software.math_precision(layout.plan.precision)
-    names = {node.device.name for node in layout.cluster.nodes}
+    names = {layout.cluster.places[rank].accelerator.name for rank in layout.plan.ranks}  # no step hangs on unused ones
     known = all(constants.knows(name, precision) for name in names)
     if profile is not None and all(profile.device(name, layout.plan.precision) for name in names):
         factor = math.exp(constants.interval["profiled"])
@@ -158,6 +160,33 @@ def _bottleneck(layout: Layout, times: StepTimes) -> str:
         f"Stage {stage} on {who} ({accelerator}) sets the pace: {share[largest]:.0f} % of the step is {_WORDS[largest]}, "
         f"{share[second]:.0f} % {_WORDS[second]}."
     )
+
+
+BUSY = 0.75  # of the step, from which on a link is named
+
+
+def _full_link(layout: Layout, times: StepTimes, costs: PlanCosts) -> str:
+    """A sentence about the link that is busy for most of the step, if there is one."""
+    seconds, _, link = costs.loads.longest
+    if link is None or seconds < BUSY * times.seconds:
+        return ""
+    return f" {_name_of(link, layout.cluster)} carry bytes for {100.0 * seconds / times.seconds:.0f} % of it."
+
+
+def _name_of(link: Resource, cluster: ClusterSpec) -> str:
+    if link.kind == "rack":
+        return f"The uplinks of rack '{link.owner}'"
+    if link.kind == "regions":
+        assert cluster.links.regions is not None
+        assert isinstance(link.owner, tuple)
+        start, end = (cluster.links.regions.names[index] for index in link.owner)
+        return f"The links from region '{start}' to '{end}'"
+    if link.kind in OF_RANKS:
+        return f"The {'links' if link.kind == 'port' else 'host copies'} of rank {link.owner}"
+    machines = [node.name for node in cluster.nodes for _ in range(node.count)]
+    assert isinstance(link.owner, int)
+    what = "host copies" if link.kind == "host" else "network interfaces"
+    return f"The {what} of machine {link.owner} ('{machines[link.owner]}')"
 
 
 LIMITS = 1.01  # times as long as without staging

@@ -24,6 +24,8 @@ def print_sizing(found: Sizing, question: Question, out: Path | None) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
+    if (number := len(found.options)) > MOST_OPTIONS:
+        console.print(f"the first {MOST_OPTIONS} of {number} options; --out and --json have all")
     frontier, priced = _frontier(found), have_prices(found.options)
     console.print("the frontier of time and price:" if priced else "the frontier of time and size:")
     for option in frontier:

@@ -172,7 +172,7 @@ def describe_stage(stage: StageSpec) -> dict[str, str]:
     """A stage's keys as short text."""
     shares = ", ".join(f"{rank}: {share:.4g}" for rank, share in stage.state_shares.items())
     return {key: str(getattr(stage, key)) for key in StageSpec.model_fields} | {
-        "layers": ", ".join(f"[{start}, {stop})" for start, stop in stage.layers),
+        "layers": stage.layers_text,
         "replicas": describe_replicas(stage),
         "state_shares": shares or "equal",
         "offload": ", ".join(stage.offload) or "none",

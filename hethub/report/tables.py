@@ -116,9 +116,8 @@ def stage_rows(plan: PlanSpec, cluster: ClusterSpec) -> list[list[str]]:
     last, a row per accelerator."""
     rows = []
     for index, stage in enumerate(plan.stages):
-        layers = ", ".join(f"[{start}, {stop})" for start, stop in stage.layers)
         ends = ["", "", "", ""]
-        whole = [str(index), layers, str(stage.zero), stage.recompute]
+        whole = [str(index), stage.layers_text, str(stage.zero), stage.recompute]
         alike = groupby(stage.replicas, key=lambda r: (r.tp, r.micro_batch, r.samples, _accelerator(r, cluster)))
         for position, ((tp, micro_batch, samples, name), group) in enumerate(alike):
             replicas = list(group)

@@ -134,10 +134,13 @@ def check_unchanged(folder: RunFolder, job: Job, *, accepted: bool) -> list[str]
     changes = list(_changes(before, job.spec.to_dict()))
     if changes and not accepted:
         fixed = [key for key in _MUST_STAY if any(change.startswith(f"{key} ") for change in changes)]
+        same_tokens = (
+            " (only while its tokens are the same)" if any(each.startswith("data.") for each in changes) else ""
+        )
         remedy = (
             f"; under another {fixed[0]} only a new run can begin."
             if fixed
-            else ", or add --accept-changes to go on so."
+            else f", or add --accept-changes to go on so{same_tokens}."
         )
         raise BadInput(
             f"{job.path}: the job has changed since the run in {folder.path} began: {'; '.join(changes)}. Set these back (also what "

@@ -20,7 +20,16 @@ def _named_network(text: str) -> str:
     return text
 
 
+def _as_it_is(environment: str) -> str:
+    if environment.startswith("~") or "$" in environment:
+        raise ValueError(
+            f"'{environment}' is taken as it stands, no shell expands it; write the whole path, /opt/hethub say."
+        )
+    return environment
+
+
 Network = Annotated[str, AfterValidator(_named_network)]
+Environment = Annotated[str, AfterValidator(_as_it_is)]
 MOST_ACCELERATORS = 1_000_000  # of a cluster: ranks are laid out one by one
 
 
@@ -44,7 +53,7 @@ class NodeSpec(Spec):
     # Gbit/s of one interface, each direction; needed where a plan sends between machines.
     gbps_per_nic: Rate | None = None
     network: Network | None = None  # overrides the cluster's CIDR
-    environment: str | None = None  # the Python environment on this node, for `hethub launch`
+    environment: Environment | None = None  # the Python environment on this node, for `hethub launch`
     hosts: tuple[str, ...] | None = (
         None  # the machines' host names, for `hethub launch`; None: the name, for one machine
     )

@@ -97,6 +97,11 @@ class StageSpec(Spec):
     def chunks(self) -> tuple[Range, ...]:
         return tuple(Range(*chunk) for chunk in self.layers)
 
+    @property
+    def layers_text(self) -> str:
+        """As tables and logs show them: `[0, 2), [4, 6)`."""
+        return ", ".join([f"[{start}, {stop})" for start, stop in self.layers])
+
     @cached_property
     def cut_alike(self) -> bool:
         """Whether all replicas cut the layers alike: of one tensor-parallel degree and with the same shares."""

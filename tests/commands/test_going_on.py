@@ -121,6 +121,22 @@ def test_a_changed_job_is_refused_key_by_key_unless_it_is_accepted(job, tmp_path
     assert steps_of(tmp_path / "run") == list(range(1, 7))
 
 
+def test_other_tokens_are_no_change_to_accept_and_a_run_says_every_chunk_of_its_plan(job, tmp_path):
+    """It was offered to go on with another source, and then refused; chunks [0, 2) and [2, 4) were said to be [0, 4)."""
+    chunks = [{**ALONE[0], "layers": [[0, 2], [2, 4]]}]
+    plan_file = Path(write_job(tmp_path / "other", plan_file=plan(chunks, schedule="interleaved"))).with_name(
+        "plan.yaml"
+    )
+    begun = train(job, "--run-dir", "run", "--plan", plan_file, "--set", "train.steps=2", cwd=tmp_path)
+    assert "plan (plan file), schedule interleaved: layers [0, 2), [2, 4) on ranks [0]\n" in begun.stdout, begun.stderr
+    other = ["--set", "data={source: python-stdlib}"]
+    refused = train(job, "--resume", "run", *other, cwd=tmp_path)
+    check_refused(
+        [refused], "data.source was text, is python-stdlib", "--accept-changes", "only while its tokens are the same"
+    )
+    check_refused([train(job, "--resume", "run", *other, "--accept-changes", cwd=tmp_path)], "start a new run")
+
+
 def test_a_job_without_clipping_goes_on_as_it_is(job, tmp_path):
     """The run folder's job.yaml had no null of a key whose default is another value: the job had changed, it was said,
     and `--resume auto` began anew."""

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -177,7 +178,13 @@ def test_a_speed_that_is_assumed_is_said(tmp_path, capsys):
     option = Option(nodes={"cpus": 1}, cost=None, energy_kwh=None, on_frontier=True, **took)
     found = Sizing(options=(option,), left_out=(), not_looked_at=0, might_be_better=0)
     print_sizing(found, Question(catalogue=CatalogueSpec(nodes=(node,)), tokens=1e9), None)
-    assert "the speed of CPU-core is assumed, not measured" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the speed of CPU-core is assumed, not measured" in said
+    assert "options" not in said
+    print_sizing(
+        replace(found, options=(option,) * 25), Question(catalogue=CatalogueSpec(nodes=(node,)), tokens=1e9), None
+    )
+    assert "the first 20 of 25 options; --out and --json have all" in capsys.readouterr().out
 
 
 def shown_at_80(monkeypatch, capsys, show):

@@ -20,6 +20,7 @@ from hethub.predictor.pipeline.replay import NONE, TaskGraph, replay
 from hethub.predictor.pipeline.step import step_times
 from hethub.predictor.pipeline.symmetry import copies
 from hethub.predictor.predict import with_staging
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import schedule
@@ -277,6 +278,22 @@ def test_no_random_plan_beats_the_ceiling_and_parts_sum(data: st.DataObject) -> 
     assert sum(prediction.breakdown.values()) == pytest.approx(prediction.step_seconds, rel=1e-9)
     low, high = prediction.step_seconds_interval
     assert low < prediction.step_seconds < high
+
+
+def test_a_link_that_holds_the_step_up_is_named() -> None:
+    """Stages behind a thin uplink were said to wait for other stages, and one of them to set the pace."""
+    shape = {"tp": 8, "pp": 2, "micro_batch": 1, "batch": 64, "seq": 4096}
+    on = cluster(("A100-SXM4-80GB", 1, 8), ("A100-SXM4-80GB", 1, 8))
+    told = {}
+    for gbps in (1.0, 4000.0):
+        racks = [{"name": f"hall {node.name}", "nodes": [node.name], "gbps": gbps} for node in on.nodes]
+        behind = ClusterSpec.model_validate({**on.to_dict(), "links": {"racks": racks}})
+        told[gbps] = predict(uniform(LLAMA_8B, behind, **shape)).bottleneck
+    assert re.search(r"The uplinks of rack 'hall n[01]' carry bytes for (\d+) % of it\.$", told[1.0]), told[1.0]
+    assert "carry bytes" not in told[4000.0]
+    slow = cluster(("A100-SXM4-80GB", 1, 8), ("A100-SXM4-80GB", 1, 8), gbps=0.1)
+    summed = predict(uniform(LLAMA_8B, slow, **{**shape, "tp": 1, "pp": 1})).bottleneck
+    assert re.search(r"The network interfaces of machine \d \('n\d'\) carry bytes for (\d+) % of it\.$", summed), summed
 
 
 @pytest.mark.parametrize(("rate", "limits"), [(None, True), (0.1, True), (1000.0, False)])

@@ -48,7 +48,7 @@ def step_times(layout: Layout, costs: PlanCosts, full: bool = False, wirings: Wi
     replays every action, as a timeline needs. `wirings` are the layout's, whatever its cluster's figures, where it is
     replayed under other costs too."""
     found = _step_times(wirings or Wirings(layout), costs, full)
-    longest, messages = costs.loads.longest
+    longest, messages, _ = costs.loads.longest
     if not longest > found.seconds:
         return found
     parts = {**found.breakdown, "bubble": 0.0}

@@ -103,8 +103,8 @@ def _carried() -> tuple[str, ...]:
 def _daemon(cluster: ClusterSpec) -> list[str]:
     """Where nodes have other environments than this: Open MPI would start its daemon on all hosts at the path it has
     here; this starts that of the first environment which a host has."""
-    environments = list(dict.fromkeys(node.environment for node in cluster.nodes if node.environment is not None))
-    if not environments or environments == [sys.prefix]:
+    environments = list(dict.fromkeys(node.environment or sys.prefix for node in cluster.nodes))
+    if environments == [sys.prefix]:
         return []
     listed = " ".join(shlex.quote(f"{environment}/bin/prted") for environment in environments)
     find = f'for each in {listed}; do if [ -x "$each" ]; then exec "$each" "$@"; fi; done; exit 127'
@@ -142,6 +142,13 @@ def _srun_environment(cluster: ClusterSpec) -> dict[str, str]:
 
 def _batch_script(job: Path, cluster: ClusterSpec, extra: Sequence[str]) -> str:
     """A script of one component per node entry; on the first node of the first it starts srun over all of them."""
+    hosts = [host for node in cluster.nodes for host in node.hosts or ()]
+    whole = [host for node in cluster.nodes if node.unnamed_device.vendor != "cpu" for host in node.hosts or ()]
+    if twice := [host for host in whole if hosts.count(host) > 1]:
+        raise BadInput(
+            f"machine '{twice[0]}' is among the hosts of two nodes, and Slurm gives it to one of them whole; name it once, or use "
+            "--with mpirun where accelerators of two makers share a machine."
+        )
     lines = ["#!/bin/bash", "#SBATCH --job-name=hethub"]
     if is_local(cluster):
         lines.append(f"#SBATCH --nodes=1 --ntasks={cluster.size}")

@@ -290,7 +290,7 @@ class TrainingLoop(StepLoop):
     def _told(self) -> list[str]:
         plan, prediction = self.planned.layout.plan, self.planned.prediction
         stages = "; ".join(
-            f"layers [{stage.layers[0][0]}, {stage.layers[-1][1]}) on ranks {' and '.join(str(list(r.ranks)) for r in stage.replicas)}"
+            f"layers {stage.layers_text} on ranks {' and '.join(str(list(r.ranks)) for r in stage.replicas)}"
             for stage in plan.stages
         )
         lines = [f"plan ({prediction['strategy']}), schedule {plan.schedule}: {stages}"]

@@ -12,6 +12,7 @@ from hethub.predictor.cost.profile import ProfileSpec, load_profile, merge, save
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost, estimated_device
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.errors import BadInput
+from hethub.spec.layout.bind import bind
 from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
 
 CORE = find_accelerator("CPU-core")
@@ -58,6 +59,14 @@ def test_prediction_takes_the_profile() -> None:
     assert 2 * plain.breakdown["compute"] < measured.breakdown["compute"] < 3 * plain.breakdown["compute"]
     assert not measured.extrapolated
     assert measured.percent_of_ceiling <= 100
+
+
+def test_an_accelerator_that_a_plan_leaves_unused_makes_its_interval_no_wider() -> None:
+    stranger = cluster(("CPU-core", 1, 4), ("A100-SXM4-80GB", 1, 1))
+    beside = LAYOUT.plan.replace(unused=(4,))
+    alone, mixed = (predict(each, profile=profile()) for each in (LAYOUT, bind(beside, TINY, stranger)))
+    assert mixed.step_seconds == alone.step_seconds
+    assert mixed.step_seconds_interval == alone.step_seconds_interval
 
 
 def test_the_ceiling_is_each_profiles_own_and_no_prediction_is_marked_by_anothers_questions() -> None:

@@ -1,10 +1,13 @@
 """`hethub launch` starts a job for real; while it runs, its ranks listen on loopback only."""
 
+import json
+
 import pytest
 
+from hethub.cli import run
 from tests.support.command import AS_ROOT, HANG_SECONDS, HETHUB, Running, needs_mpirun
 from tests.support.hosts.sockets import listening_addresses
-from tests.support.job_files import write_job, write_pair_job
+from tests.support.job_files import MODEL, plan, write_job, write_pair_job, write_yaml
 
 MANY_STEPS = {"steps": 100_000}
 
@@ -25,11 +28,45 @@ def test_launch_runs_the_job_over_loopback_only(tmp_path, launcher):
 
 def test_launch_hands_on_what_was_asked(tmp_path):
     job = write_job(tmp_path)
+    (tmp_path / "run").mkdir()
+    layer = {"micro_batch": 1, "seq_len": 32, "tp": 1, "forward_seconds": 0.1, "backward_seconds": 0.2}
+    device = {"accelerator": "CPU-core", "precision": "fp32", "layers": [layer]}
+    measured = {"date": "2026-01-01", "hethub": "0", "software": "test", "model": MODEL, "devices": [device]}
+    (tmp_path / "measured.json").write_text(json.dumps(measured))
     command = [HETHUB, "launch", job, "--dry-run", "--set", "train.steps=7", "--resume", "run", "--plan", "plan.yaml"]
     command += ["--profile", "measured.json", "--accept-changes"]
     ended = Running(command, tmp_path, {}).end()
     assert ended.exit_code == 0, ended.stderr
     assert "--set train.steps=7 --plan plan.yaml --profile measured.json --resume run --accept-changes" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--plan", "nope.yaml"], "nope.yaml: there is no such plan file. "),
+        (["--set", "plan=nope.yaml"], "there is no such plan file, and 'nope.yaml' is no strategy"),
+        (["--plan", "job.yaml"], "job.yaml: this is a job file"),
+        (["--plan", "elsewhere.yaml"], "elsewhere.yaml: the plan was made for cluster 'elsewhere'"),
+        (["--set", "train.global_batch=16"], "plan.yaml: the plan was made for global_batch 8"),
+        (["--profile", "nope.json"], "nope.json: there is no such profile"),
+        (["--resume", "nope"], "nope: there is no run to resume here"),
+        (["--set", "cluster=home.yaml"], "home.yaml, line 7: nodes[0].environment: '~/cuda' is taken as it stands"),
+        (["--set", "cluster=many.yaml", "--set", "plan=auto"], "many.yaml: node 'rack' stands for 2 machines"),
+        (["--resume", "a", "--run-dir", "b"], "--resume and --run-dir name two run folders"),
+    ],
+)
+def test_what_a_job_cannot_run_is_refused_before_it_is_launched(given, said, tmp_path, monkeypatch, capsys):
+    """A dry run printed the command, and without one every node's ranks were started to say so."""
+    monkeypatch.chdir(tmp_path)
+    write_job(tmp_path)
+    write_yaml(tmp_path / "elsewhere.yaml", plan(cluster="elsewhere"))
+    nodes = [{"name": "rack", "count": 2, "accelerator": "MI300X", "accelerators": 8}]
+    write_yaml(tmp_path / "home.yaml", {"name": "home", "nodes": [{**nodes[0], "environment": "~/cuda"}]})
+    write_yaml(tmp_path / "many.yaml", {"name": "many", "nodes": nodes})
+    assert run(["launch", "job.yaml", "--dry-run", *given]) == 2
+    told = capsys.readouterr()
+    assert said in told.err
+    assert told.out == ""
 
 
 @needs_mpirun

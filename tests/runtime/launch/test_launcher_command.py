@@ -111,6 +111,15 @@ def test_root_may_start_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch_commands(JOB, TWO_MAKERS, "mpirun")[0].environment == {}
 
 
+def test_slurm_is_asked_for_no_machine_twice() -> None:
+    """The job would have waited for ever. Two makers in one machine are started by mpirun."""
+    nvidia, amd = TWO_MAKERS.nodes
+    shared = TWO_MAKERS.replace(nodes=(nvidia, amd.replace(hosts=("nv2",))))
+    with pytest.raises(BadInput, match="machine 'nv2' is among the hosts of two nodes"):
+        launch_commands(JOB, shared, "sbatch")
+    assert "--host nv2:8" in " ".join(launch_commands(JOB, shared, "mpirun")[0].words)
+
+
 def test_open_mpi_starts_the_daemon_of_the_environment_that_a_host_has(tmp_path: Path) -> None:
     """It knows one path for all hosts, and would not find its daemon where environments lie elsewhere."""
     environments = [tmp_path / "of this host's maker", tmp_path / "rocm"]
@@ -126,6 +135,10 @@ def test_open_mpi_starts_the_daemon_of_the_environment_that_a_host_has(tmp_path:
     daemon.chmod(0o755)
     said = subprocess.run(["sh", "-c", f"{agent} --prtemca a 'b c'"], capture_output=True, text=True, check=True).stdout
     assert said.split() == [str(daemon), "--prtemca", "a", "b", "c"]
+    first, other = TWO_MAKERS.nodes
+    mixed = TWO_MAKERS.replace(nodes=(first, other.replace(environment=None)))  # its ranks run in this environment
+    (command,) = launch_commands(JOB, mixed, "mpirun")
+    assert f"{sys.prefix}/bin/prted" in command.words[command.words.index("prte_launch_agent") + 1]
     at_home = [{**node.to_dict(), "environment": sys.prefix} for node in TWO_MAKERS.nodes]
     (command,) = launch_commands(JOB, TWO_MAKERS.replace(nodes=tuple(at_home)), "mpirun")
     assert "prte_launch_agent" not in command.words

@@ -81,8 +81,9 @@ class LinkLoads:
         return self.network.path(*ranks).alone.seconds_per_byte * self.routes.sample_bytes
 
     @cached_property
-    def longest(self) -> tuple[float, float]:
-        """Seconds that the fullest resource needs for all its bytes, and for those of messages among them."""
+    def longest(self) -> tuple[float, float, Resource | None]:
+        """Seconds that the fullest resource needs for all its bytes, and for those of messages among them; which it is,
+        None where nothing is sent."""
         messages, both = self.both_ways, defaultdict[Resource, float](float, self.both_ways)
         for resource, num_bytes in self.traffic.by_resource().items():
             both[resource] += num_bytes / self.network.rate(resource)
@@ -93,7 +94,10 @@ class LinkLoads:
             if resource.kind in OF_RANKS:
                 num_bytes = self.traffic.of_leader(*leaders[resource.owner], resource)
                 both[resource] += num_bytes / self.network.rate(resource)
-        return max(((seconds, messages.get(resource, 0.0)) for resource, seconds in both.items()), default=(0.0, 0.0))
+        if not both:
+            return 0.0, 0.0, None
+        fullest = max(both, key=lambda resource: (both[resource], messages.get(resource, 0.0)))
+        return both[fullest], messages.get(fullest, 0.0), fullest
 
 
 class StateTraffic:
