@@ -276,6 +276,19 @@ def test_chunks_that_take_turns_share_one_wire() -> None:
     assert predict(layout, with_timeline=True).step_seconds == pytest.approx(found.step_seconds, rel=1e-3)
 
 
+def test_a_network_that_carries_half_of_what_nodes_send_takes_twice_as_long() -> None:
+    """docs/links.md: a card's rate is over `oversubscription`, whether a message or a sum takes it; links inside nodes are
+    not."""
+    nodes = [{**TWO_MAKERS[0], "count": 2}]
+    full, half = (network(*nodes, between_nodes={"oversubscription": of}) for of in (1, 2))
+    for first, second in ((0, 8), (0, 1)):
+        times = 2 if second == 8 else 1
+        alone, shared = (found.link(first, second).seconds_per_byte for found in (full, half))
+        assert shared == pytest.approx(times * alone)
+        alone, shared = (found.reduce_scatter(found.group([first, second]), 1e11) for found in (full, half))
+        assert shared == pytest.approx(times * alone, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "links",
     [

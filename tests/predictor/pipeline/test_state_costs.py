@@ -8,6 +8,7 @@ import pytest
 
 from hethub.predictor import predict
 from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.resources import Resource
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.spec.cluster import ClusterSpec
@@ -59,6 +60,18 @@ def test_both_ends_of_a_tied_head_send_its_new_weights() -> None:
         assert found.gather_seconds == pytest.approx(network.reduce_scatter(network.group([0, 1]), 2 * table), rel=0.01)
 
 
+@pytest.mark.parametrize("once", [True, False])
+def test_every_gradient_is_summed_once(once: bool) -> None:
+    """Over replicas or, of a tied head, over both ends: no parameter in two sums. Other frameworks sum both copies over
+    replicas, and once more with each other."""
+    on, model = cluster(("A100-SXM4-80GB", 4, 1)), LLAMA_8B.replace(tied_head=True)
+    layout = uniform(model, on, tp=1, pp=2, micro_batch=1, batch=4, seq=1024, zero=1)
+    software, table = replace(HETHUB, one_tied_copy=once), model.vocab * model.hidden
+    costs = StateCosts(layout, software, Network(on), lambda stage, portion: (1.0, 2.0))
+    summed = sum(costs.most_parameters(stage) for stage in (0, 1))
+    assert summed + (table if once else -table) == model.parameters
+
+
 def test_uneven_shares_cost_what_cephalo_found() -> None:
     """A quarter for one of two ranks leaves half of the buckets even; the others take 1.25 times as long."""
     layout = one_stage(cluster(("A100-SXM4-80GB", 2, 1)), [0], [1], zero=2, state_shares={0: 0.25})
@@ -82,6 +95,24 @@ def test_gradients_are_priced_in_the_groups_that_sum_them(degrees: tuple[int, ..
     pieces = [piece for bucket in StateMap(layout).buckets for piece in bucket.pieces]
     summed = {network.group(piece.group.contributors).machines for piece in pieces}
     assert {group.machines for group, _, _ in costs.rings(0)} == summed
+
+
+@pytest.mark.parametrize(("degree", "heads"), [(4, 1), (8, 2), (8, 4)])
+def test_heads_that_ranks_share_are_summed_whole(degree: int, heads: int) -> None:
+    """The state map tells what each group sums of a layer. Ranks at one position are on one machine, a replica's on as many
+    as it has, over whose cards the shared heads go: a rank's part of its layer was taken for that of the whole layer, so that
+    these sums were `degree` times too small."""
+    on, model = cluster(("A100-SXM4-80GB", degree, 2), gbps=25), LLAMA_8B.replace(kv_heads=heads, layers=1)
+    layout = one_stage(on, *(list(range(first, on.size, 2)) for first in (0, 1)), model=model, zero=2)
+    network, layer = Network(on), Portion(1, False, False)
+    costs = StateCosts(layout, HETHUB, network, lambda stage, portion: (1.0, 2.0))
+    pieces = [piece for bucket in StateMap(layout).buckets if bucket.decays for piece in bucket.pieces]
+    for group, _, part in costs.rings(0):
+        if group.size > 2:
+            summed = sum(piece.numel for piece in pieces if network.group(piece.group.contributors) == group)
+            assert part * costs.most_parameters(0, layer) == pytest.approx(summed, rel=1e-3)
+            wire = 4 * summed * (group.size - 1) / group.size / network.rate(Resource("cards", 0))
+            assert costs.ring_seconds(0, 4 * costs.most_parameters(0, layer)) >= wire
 
 
 def test_new_weights_under_zero_2_come_layer_by_layer() -> None:
