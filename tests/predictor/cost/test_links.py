@@ -175,6 +175,15 @@ def test_who_shares_does_not_depend_on_a_profile(measured: bool) -> None:
     assert groups[0] == pytest.approx(groups[1], rel=0.01)  # no more groups than accelerators
 
 
+@pytest.mark.parametrize(("level", "ranks"), [("in_node", range(4)), ("between_nodes", range(0, 32, 8))])
+def test_a_measured_sum_takes_what_it_was_measured_to(level: str, ranks: range) -> None:
+    """The profiler times an all-reduce of few bytes, its latency, and one of many, which carries 2 (n - 1) / n of them."""
+    own = LinkTiming(level=level, operation="all_reduce", latency_seconds=1e-3, gbytes_per_second=2.0)  # type: ignore[arg-type]
+    found = network({**TWO_MAKERS[0], "count": 4, "gbps_per_nic": 1}, profile=profile([own]))
+    seconds = 1e-3 + 2 * 3 / 4 * 1e9 / 2e9
+    assert found.all_reduce(found.group(ranks), 1e9) == pytest.approx(seconds)
+
+
 def profile(links: list[LinkTiming]) -> ProfileSpec:
     layer = {"micro_batch": 1, "seq_len": 16, "forward_seconds": 1.0, "backward_seconds": 2.0}
     devices = [{"accelerator": "A100-SXM4-80GB", "precision": "bf16", "layers": [layer]}]
@@ -295,11 +304,12 @@ def test_a_network_that_carries_half_of_what_nodes_send_takes_twice_as_long() ->
         {"in_node": {"latency_seconds": 0.5}},
         {"between_nodes": {"latency_seconds": 0.5}},
         {"racks": [{"name": "west", "nodes": ["n0"], "gbps": 1e6, "latency_seconds": 0.5}]},
+        {"between_islands": {"latency_seconds": 0.5}},
     ],
     ids=lambda links: str(*links),
 )
 def test_no_sum_is_shorter_than_a_message_on_its_way(links: dict[str, Any]) -> None:
     """Latencies of racks and inside nodes counted for messages alone."""
-    on = cluster(("A100-SXM4-80GB", 1, 2), ("A100-SXM4-80GB", 1, 2))
+    on = cluster(("A100-SXM4-80GB", 1, 2), ("MI250X-GCD" if "between_islands" in links else "A100-SXM4-80GB", 1, 2))
     slow = Network(ClusterSpec.model_validate({**on.to_dict(), "links": links}))
     assert slow.all_reduce(slow.group(range(4)), 1.0) >= 2 * 0.5

@@ -3,6 +3,7 @@
 import pytest
 
 from hethub.predictor.cost.layer import LayerCost
+from hethub.predictor.cost.operators import Shape, layer_work
 from hethub.predictor.cost.software import HETHUB
 from hethub.spec.accelerator import find_accelerator
 from tests.predictor.plans import LLAMA_8B
@@ -19,6 +20,15 @@ def test_selective_recompute_takes_attentions_own_time(accelerator: str) -> None
     kernel = fit.scale * (flops / (fit.attention * cost.device.attention_peak) + fit.kernel_seconds)
     assert again == pytest.approx(kernel, rel=1e-3)
     assert full.backward - plain.backward == pytest.approx(plain.forward)
+
+
+def test_fused_attentions_backward_is_five_products_for_the_forwards_two() -> None:
+    """It has the scores once more, and the gradients of values, of probabilities, of queries and of keys: as many
+    FLOPs each (FlashAttention 2, arXiv 2307.08691, section 3)."""
+    forward, backward = layer_work(LLAMA_8B, Shape(1, 4096, 1.0), "bf16", HETHUB)
+    pair = 2 * LLAMA_8B.heads * LLAMA_8B.head_size * 4096 * 4096 / 2
+    assert forward.attention_flops == pytest.approx(2 * pair)
+    assert backward.attention_flops == pytest.approx(5 * pair)
 
 
 def test_short_sequences_recompute_little() -> None:

@@ -101,16 +101,23 @@ def test_the_samples_held_at_most_are_those_of_the_schedule(schedule: str, data:
     for assignment in layout.assignments:
         sizes = [chunk.size for chunk in layout.chunks(assignment.stage)]
         held, later, moments = 0, 0, dict[int, set[float]]()  # by layers with a sample, the bytes then
+        by_chunk, beside = [0] * len(sizes), dict[int, set[tuple[int, int]]]()  # then held by the first and last chunk
         for action in actions(layout, assignment.stage, assignment.replica):
             if action.microbatch is not None:
-                layers = action.microbatch.samples.size * sizes[action.chunk]
-                held += changes[action.kind][0] * layers
-                later += changes[action.kind][1] * layers
+                samples = action.microbatch.samples.size
+                held += changes[action.kind][0] * samples * sizes[action.chunk]
+                later += changes[action.kind][1] * samples * sizes[action.chunk]
+                by_chunk[action.chunk] += changes[action.kind][0] * samples
             moments.setdefault(held + later, set()).add(held + 0.25 * later)
+            beside.setdefault(held + later, set()).add((by_chunk[0], by_chunk[-1]))
         most, in_host = held_microbatches(layout, assignment, kept, sizes, HETHUB)
         less, _ = held_microbatches(layout, assignment, kept._replace(deferred_wgrad=0.25), sizes, HETHUB)
         assert (most.activations, in_host) == (max(moments), 0.0)
         assert less.activations in moments[max(moments)]
+        with_ends, _ = held_microbatches(layout, assignment, kept._replace(first=1.0, last=1 / 1024), sizes, HETHUB)
+        first, last = assignment.stage == 0, assignment.stage == layout.num_stages - 1
+        ends = {first * embedded + last * scored / 1024 for embedded, scored in beside[max(moments)]}
+        assert with_ends.activations - max(moments) in ends
 
 
 @pytest.mark.parametrize("more", [{}, {"recompute": "full"}, {"offload": ["activations"]}], ids=str)

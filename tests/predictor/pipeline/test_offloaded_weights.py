@@ -1,5 +1,7 @@
 """What offloaded weights cost behind the update."""
 
+from dataclasses import replace
+
 import pytest
 
 from hethub.predictor.cost.constants import packaged
@@ -21,3 +23,15 @@ def test_new_weights_pass_the_accelerator_only_where_others_stepped_them(replica
         return PlanCosts(Layout(own, TINY, on), HETHUB, packaged()).state.reduction(0).gather_seconds
 
     assert (gather_seconds("parameters") > gather_seconds()) == sends
+
+
+def test_new_weights_of_others_are_fetched_and_stored() -> None:
+    """A rank's own come from its host before they are sent, and all of them go there, one after the other
+    (hethub/runtime/state/zero_weights.py), where without offload the gather alone is priced."""
+    on = cluster(("A100-SXM4-80GB", 1, 2))
+    plan = uniform(TINY, on, tp=1, pp=1, micro_batch=1, batch=8, seq=64, precision="fp32", zero=1).plan
+    offloaded = plan.replace(stages=tuple(stage.replace(offload=("parameters",)) for stage in plan.stages))
+    shown = replace(HETHUB, overlapped_gather=False)
+    there, away = (PlanCosts(Layout(own, TINY, on), shown, packaged()).state for own in (plan, offloaded))
+    copied = 2 * 4 * TINY.parameters * there.host_seconds_per_byte(on.places[0])
+    assert away.reduction(0).gather_seconds - there.reduction(0).gather_seconds == pytest.approx(copied)

@@ -72,6 +72,26 @@ def test_every_gradient_is_summed_once(once: bool) -> None:
     assert summed + (table if once else -table) == model.parameters
 
 
+def test_copies_of_a_tied_head_are_summed_when_the_slowest_pair_is() -> None:
+    """Other frameworks sum both ends in pairs, replica by replica: here one pair on a machine, one over 1 Gbit/s."""
+    on, model = cluster(("A100-SXM4-80GB", 1, 3), ("A100-SXM4-80GB", 1, 1), gbps=1.0), LLAMA_8B.replace(tied_head=True)
+    layout = uniform(model, on, tp=1, pp=2, micro_batch=1, batch=2, seq=1024)
+    network, num_bytes = Network(on), 4 * model.vocab * model.hidden
+    costs = StateCosts(layout, replace(HETHUB, one_tied_copy=False), network, lambda stage, portion: (1.0, 2.0))
+    pairs = [network.all_reduce(network.group(pair), num_bytes) for pair in ([0, 2], [1, 3])]
+    assert pairs[0] < 0.1 * pairs[1]
+    assert costs.tied_seconds >= pairs[1]
+
+
+def test_pairs_that_sum_a_tied_head_share_their_cards() -> None:
+    """Four pairs over the four cards of two machines: none has more than one card."""
+    on, model = cluster(("A100-SXM4-80GB", 2, 4), gbps=1.0), LLAMA_8B.replace(tied_head=True)
+    layout = uniform(model, on, tp=1, pp=2, micro_batch=1, batch=4, seq=1024)
+    network, num_bytes = Network(on), 4 * model.vocab * model.hidden
+    costs = StateCosts(layout, replace(HETHUB, one_tied_copy=False), network, lambda stage, portion: (1.0, 2.0))
+    assert costs.tied_seconds == pytest.approx(4 * num_bytes / network.rate(Resource("cards", 0)), rel=1e-3)
+
+
 def test_uneven_shares_cost_what_cephalo_found() -> None:
     """A quarter for one of two ranks leaves half of the buckets even; the others take 1.25 times as long."""
     layout = one_stage(cluster(("A100-SXM4-80GB", 2, 1)), [0], [1], zero=2, state_shares={0: 0.25})
