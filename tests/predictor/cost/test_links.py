@@ -232,6 +232,9 @@ def test_a_racks_uplink_is_shared_by_all_that_leaves_it() -> None:
     # A group of one accelerator of every node, eight of them on each: all eight pass the uplink.
     group = uplinks.group(range(0, 64, 8))
     assert uplinks.reduce_scatter(group, 1e9, sharing=8) == pytest.approx(8e9 * 7 / 8 / rate, rel=0.01)
+    # Of one accelerator of a node in each rack: the other nodes have as many groups, which pass it too.
+    one_each = uplinks.group([0, 32])
+    assert uplinks.reduce_scatter(one_each, 1e9, sharing=8) == pytest.approx(32e9 / 2 / rate, rel=0.01)
     assert free.reduce_scatter(group, 1e9, sharing=8) < uplinks.reduce_scatter(group, 1e9, sharing=8) / 3
 
 
@@ -296,6 +299,24 @@ def test_a_network_that_carries_half_of_what_nodes_send_takes_twice_as_long() ->
         assert shared == pytest.approx(times * alone)
         alone, shared = (found.reduce_scatter(found.group([first, second]), 1e11) for found in (full, half))
         assert shared == pytest.approx(times * alone, rel=1e-3)
+
+
+@pytest.mark.parametrize(("accelerator", "times"), [("T4", 2), ("A100-SXM4-80GB", 1)])
+def test_rings_that_leave_a_node_share_its_host_alone(accelerator: str, times: int) -> None:
+    """Over PCIe all of them pass it, and two take twice as long as one; NVLink is for each pair alone. A ring inside one node
+    passes switches of its own."""
+    node = {"name": "n", "accelerator": accelerator, "count": 2, "accelerators": 4, "nics": 4, "gbps_per_nic": 1e5}
+    found = network(node)
+    for ranks, more in (([0, 1, 4, 5], times), ([0, 1], 1)):
+        one, two = (found.reduce_scatter(found.group(ranks), 1e11, sharing) for sharing in (1, 2))
+        assert two == pytest.approx(more * one, rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_ring_takes_a_step_less_than_it_has_ranks(ranks: int) -> None:
+    """docs/links.md: of `between_nodes.latency_seconds` each; an all-reduce is two rings."""
+    found = network({**TWO_MAKERS[0], "count": 8, "accelerators": 1}, between_nodes={"latency_seconds": 0.5})
+    assert found.all_reduce(found.group(range(ranks)), 1.0) == pytest.approx(2 * (ranks - 1) * 0.5, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hethub.predictor import rank_memory
+from hethub.predictor import RankMemory, rank_memory
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.memory.activations import KeptPerSample, held_microbatches
 from hethub.predictor.memory.parameters import replica_widths
@@ -163,6 +163,11 @@ def test_a_ranks_memory_does_not_depend_on_who_was_counted_before(layout: Layout
     found = rank_memory(layout)
     assert found == [entry for rank in range(4) for entry in rank_memory(layout, only=[rank])]
     assert found[0]._replace(rank=1) != found[1]
+
+
+def test_a_rank_fits_while_its_reserve_stays_free() -> None:
+    entry = RankMemory(0, "own", 94, 100, {}, 0, {})
+    assert [entry._replace(bytes=held).fits(0.06) for held in (94, 95, 100)] == [True, False, False]
 
 
 def test_the_last_stage_alone_has_logits() -> None:

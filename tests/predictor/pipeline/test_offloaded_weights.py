@@ -8,7 +8,7 @@ from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.spec.layout.bind import Layout
-from tests.predictor.plans import TINY, cluster, uniform
+from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
 
 
 @pytest.mark.parametrize(
@@ -27,11 +27,12 @@ def test_new_weights_pass_the_accelerator_only_where_others_stepped_them(replica
 
 def test_new_weights_of_others_are_fetched_and_stored() -> None:
     """A rank's own come from its host before they are sent, and all of them go there, one after the other
-    (hethub/runtime/state/zero_weights.py), where without offload the gather alone is priced."""
-    on = cluster(("A100-SXM4-80GB", 1, 2))
-    plan = uniform(TINY, on, tp=1, pp=1, micro_batch=1, batch=8, seq=64, precision="fp32", zero=1).plan
+    (hethub/runtime/state/zero_weights.py), beside a gather that no forward hides."""
+    on, model = cluster(("A100-SXM4-80GB", 1, 2)), LLAMA_8B.replace(layers=4)
+    plan = uniform(model, on, tp=1, pp=1, micro_batch=1, batch=8, seq=2048, zero=1).plan
     offloaded = plan.replace(stages=tuple(stage.replace(offload=("parameters",)) for stage in plan.stages))
     shown = replace(HETHUB, overlapped_gather=False)
-    there, away = (PlanCosts(Layout(own, TINY, on), shown, packaged()).state for own in (plan, offloaded))
-    copied = 2 * 4 * TINY.parameters * there.host_seconds_per_byte(on.places[0])
+    there = PlanCosts(Layout(plan, model, on), shown, packaged()).state
+    away = PlanCosts(Layout(offloaded, model, on), HETHUB, packaged()).state
+    copied = 2 * 2 * model.parameters * there.host_seconds_per_byte(on.places[0])
     assert away.reduction(0).gather_seconds - there.reduction(0).gather_seconds == pytest.approx(copied)

@@ -135,12 +135,14 @@ def test_heads_that_ranks_share_are_summed_whole(degree: int, heads: int) -> Non
             assert costs.ring_seconds(0, 4 * costs.most_parameters(0, layer)) >= wire
 
 
-def test_new_weights_under_zero_2_come_layer_by_layer() -> None:
-    """They were priced as one collective, with one latency for all layers."""
+@pytest.mark.parametrize(("zero", "collectives"), [(1, 1), (2, 3)])
+def test_new_weights_come_in_their_precision(zero: int, collectives: int) -> None:
+    """In bf16, half of what their gradients took. Under ZeRO-2 layer by layer: they were priced as one collective, with one
+    latency for all layers."""
     on = cluster(("A100-SXM4-80GB", 2, 1))
-    layout, network, layers = one_stage(on, [0], [1], zero=2), Network(on), Portion(3, False, False)
+    layout, network, layers = one_stage(on, [0], [1], zero=zero), Network(on), Portion(3, False, False)
     shown = replace(HETHUB, overlapped_gather=False)
     costs = StateCosts(layout, shown, network, lambda stage, portion: (1.0, 2.0))
-    layer = network.reduce_scatter(network.group([0, 1]), 2 * LLAMA_8B.layer_parameters)
+    each = network.reduce_scatter(network.group([0, 1]), 2 * LLAMA_8B.layer_parameters * 3 / collectives)
     found = costs.reduction(0, layers).gather_seconds - costs.norms_seconds(0, layers)
-    assert found == pytest.approx(3 * layer, rel=1e-9)
+    assert found == pytest.approx(collectives * each, rel=1e-9)
