@@ -10,6 +10,7 @@ from hethub.predictor import RankMemory, rank_memory
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.memory.activations import KeptPerSample, held_microbatches
 from hethub.predictor.memory.parameters import replica_widths
+from hethub.predictor.memory.ranks import overfull_hosts
 from hethub.predictor.memory.shards import Shard
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import Kind, actions
@@ -168,6 +169,16 @@ def test_a_ranks_memory_does_not_depend_on_who_was_counted_before(layout: Layout
 def test_a_rank_fits_while_its_reserve_stays_free() -> None:
     entry = RankMemory(0, "own", 94, 100, {}, 0, {})
     assert [entry._replace(bytes=held).fits(0.06) for held in (94, 95, 100)] == [True, False, False]
+
+
+def test_the_ranks_of_a_machine_share_its_host_memory() -> None:
+    """In GiB, as a refusal says it; another machine has its own, and what lies on accelerators does not count."""
+    on = cluster(("A100-SXM4-80GB", 2, 2))
+    on = on.replace(nodes=tuple(node.replace(host_memory_gb=1.0) for node in on.nodes))
+    for more in (0, 1):
+        held = (2**29, 2**29 + more, 2**30, 0)
+        used = [RankMemory(rank, "own", 2**40, 2**41, {}, own, {}) for rank, own in enumerate(held)]
+        assert [found for _, found in overfull_hosts(on, used)] == [2**30 + 1] * more
 
 
 def test_the_last_stage_alone_has_logits() -> None:

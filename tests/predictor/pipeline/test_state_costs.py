@@ -92,6 +92,14 @@ def test_pairs_that_sum_a_tied_head_share_their_cards() -> None:
     assert costs.tied_seconds == pytest.approx(4 * num_bytes / network.rate(Resource("cards", 0)), rel=1e-3)
 
 
+def test_norms_by_themselves_are_all_that_do_not_decay() -> None:
+    """Two of every layer, and the final one."""
+    layout = one_stage(cluster(("A100-SXM4-80GB", 2, 1), gbps=0.01), [0], [1], model=LLAMA_8B.replace(layers=1))
+    costs = StateCosts(layout, HETHUB, Network(layout.cluster), lambda stage, portion: (1.0, 2.0))
+    norms = sum(placed.info.numel for placed in StateMap(layout).tensors if not placed.info.decays)
+    assert costs.norms_seconds(0, costs.whole[0]) == pytest.approx(costs.ring_seconds(0, 2 * norms), rel=1e-9)
+
+
 def test_uneven_shares_cost_what_cephalo_found() -> None:
     """A quarter for one of two ranks leaves half of the buckets even; the others take 1.25 times as long."""
     layout = one_stage(cluster(("A100-SXM4-80GB", 2, 1)), [0], [1], zero=2, state_shares={0: 0.25})
