@@ -65,6 +65,21 @@ def test_islands_exchange_what_the_routes_send(sizes: tuple[int, ...], operation
         assert halves * priced.received == pytest.approx(own.received, rel=1e-2)
 
 
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather", "all_reduce"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_what_leaves_an_islands_places_is_what_it_sends(sizes: tuple[int, ...], operation: Operation) -> None:
+    """Every machine a place of its own: what they send each other is in sum what their islands exchange."""
+    found = network(sizes)
+    group = found.group(range(sum(sizes)))
+    place_of = {machine: (found.machines[machine].device.vendor, str(machine)) for machine, _ in group.machines}
+    between = group.exchanged_between(operation, place_of)
+    for island, _ in group.islands:
+        own = {place for vendor, place in place_of.values() if vendor == island}
+        sent = sum(part for (here, _), part in between.items() if here in own)
+        received = sum(part for (_, there), part in between.items() if there in own)
+        assert (sent, received) == pytest.approx(group.exchanged(operation, island))
+
+
 def test_named_state_shares_move_what_islands_exchange() -> None:
     """Two ranks of a slow island that own little: it sends nearly all, and receives little."""
     found = network((8, 2))

@@ -301,6 +301,17 @@ def test_a_network_that_carries_half_of_what_nodes_send_takes_twice_as_long() ->
         assert shared == pytest.approx(times * alone, rel=1e-3)
 
 
+@pytest.mark.parametrize("other", ["A100-SXM4-80GB", "MI250X-GCD"])
+@pytest.mark.parametrize("ends", [(0, 4), (4, 0)])
+def test_a_message_takes_one_card_at_either_end(other: str, ends: tuple[int, int]) -> None:
+    """Four of 10 Gbit/s beside one of 40: as much in all, but the message has one of the four."""
+    node = {"accelerator": "A100-SXM4-80GB", "accelerators": 4, "nics": 4, "gbps_per_nic": 10}
+    alone = {**node, "accelerator": other, "nics": 1, "gbps_per_nic": 40}
+    found = network({"name": "four", **node}, {"name": "one", **alone}, staging={"gbytes_per_second": 50})
+    rate = 10e9 / 8 * packaged().links["between_nodes_fraction"]
+    assert found.link(*ends).seconds_per_byte == pytest.approx(1 / rate)
+
+
 @pytest.mark.parametrize(("accelerator", "times"), [("T4", 2), ("A100-SXM4-80GB", 1)])
 def test_rings_that_leave_a_node_share_its_host_alone(accelerator: str, times: int) -> None:
     """Over PCIe all of them pass it, and two take twice as long as one; NVLink is for each pair alone. A ring inside one node

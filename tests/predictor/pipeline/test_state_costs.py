@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from hethub.predictor import predict
+from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.resources import Resource
 from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
@@ -98,6 +100,26 @@ def test_norms_by_themselves_are_all_that_do_not_decay() -> None:
     costs = StateCosts(layout, HETHUB, Network(layout.cluster), lambda stage, portion: (1.0, 2.0))
     norms = sum(placed.info.numel for placed in StateMap(layout).tensors if not placed.info.decays)
     assert costs.norms_seconds(0, costs.whole[0]) == pytest.approx(costs.ring_seconds(0, 2 * norms), rel=1e-9)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_layers_by_themselves_sum_all_of_a_stage(layers: int) -> None:
+    """The embedding with the first, the head with the last, over a link so slow that nothing else counts."""
+    model, on = LLAMA_8B.replace(layers=layers), cluster(("A100-SXM4-80GB", 2, 1), gbps=0.01)
+    layout = one_stage(on, [0], [1], model=model, zero=2)
+    costs = StateCosts(layout, HETHUB, Network(on), lambda stage, portion: (1.0, 2.0))
+    each = costs.reduce_seconds(0, costs.whole[0])
+    assert len(each) == layers
+    assert sum(each) == pytest.approx(costs.ring_seconds(0, 4 * model.parameters), rel=1e-6)
+
+
+def test_a_replica_steps_as_long_as_its_rank_with_the_largest_share() -> None:
+    """Whichever of its ranks that is."""
+    on = cluster(("A100-SXM4-80GB", 1, 4))
+    for rank in (0, 1):
+        costs = PlanCosts(one_stage(on, [0, 1], [2, 3], state_shares={rank: 0.7}), HETHUB, packaged())
+        expected = costs.layer_cost(0).optimizer(0.7 * LLAMA_8B.parameters)
+        assert costs.optimizer(0, 0) == pytest.approx(expected, rel=1e-3)
 
 
 def test_uneven_shares_cost_what_cephalo_found() -> None:
