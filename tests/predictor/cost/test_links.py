@@ -312,6 +312,15 @@ def test_a_message_takes_one_card_at_either_end(other: str, ends: tuple[int, int
     assert found.link(*ends).seconds_per_byte == pytest.approx(1 / rate)
 
 
+def test_a_boundary_between_regions_is_as_slow_as_its_slower_way() -> None:
+    """Activations have 10 Gbit/s, gradients 1."""
+    on = cluster(("A100-SXM4-80GB", 1, 1), ("A100-SXM4-80GB", 1, 1))
+    regions = {"names": ["a", "b"], "of_node": {"n0": "a", "n1": "b"}, "gbps": [[100, 10], [1, 100]]}
+    on = ClusterSpec.model_validate({**on.to_dict(), "links": {"regions": regions}})
+    costs = PlanCosts(uniform(LLAMA_8B, on, tp=1, pp=2, micro_batch=1, batch=8, seq=4096), HETHUB, packaged())
+    assert costs.boundary(0, 0, 0, 1) == pytest.approx(4096 * LLAMA_8B.hidden * 2 / (1e9 / 8), rel=0.01)
+
+
 @pytest.mark.parametrize(("accelerator", "times"), [("T4", 2), ("A100-SXM4-80GB", 1)])
 def test_rings_that_leave_a_node_share_its_host_alone(accelerator: str, times: int) -> None:
     """Over PCIe all of them pass it, and two take twice as long as one; NVLink is for each pair alone. A ring inside one node
