@@ -272,14 +272,13 @@ class PlanCosts:
         key = (self.replica_key(stage, replica), portion, shared)
         found = self._optimizers.get(key)
         if found is None:
-            owned = max(
-                self.state.owned(stage, spec, rank, portion) for rank in (spec.ranks if shared else spec.ranks[:1])
-            )
-            found = self.layer_cost(spec.ranks[0]).optimizer(owned)
+            each = [self.state.owned(stage, spec, rank, portion) for rank in (spec.ranks if shared else spec.ranks[:1])]
+            owned = list(zip(spec.ranks, each if shared else each * len(spec.ranks), strict=True))
+            found = max(self.layer_cost(rank).optimizer(own) for rank, own in owned)
             if "optimizer" in stage_spec.offload:  # one bucket fetched while the one before is stored, beside the step
-                moved, places = owned * optimizer_bytes(self.width), self.layout.cluster.places
-                each = max(self.state.host_passing_seconds_per_byte(places[rank]) for rank in spec.ranks)
-                found = max(found, moved * each)
+                passing, places = self.state.host_passing_seconds_per_byte, self.layout.cluster.places
+                moved = [own * optimizer_bytes(self.width) * passing(places[rank]) for rank, own in owned]
+                found = max(found, *moved)
             self._optimizers[key] = found
         return found
 

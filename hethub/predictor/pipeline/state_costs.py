@@ -105,7 +105,8 @@ class StateCosts:
         widest = max(replica.tp for replica in replicas)
         found = {self.replica_group(stage, position): 1.0 for position in range(widest)}
         if widest > heads * self.software.context_parallel:
-            part = 2 * self.model.hidden * self.model.head_size / self.model.layer_parameters
+            layer = self.most_parameters(stage, Portion(1, False, False))
+            part = 2 * self.model.hidden * self.model.head_size / layer
             for head in range(heads):
                 holders = [r.ranks[head * r.tp // heads : -(-(head + 1) * r.tp // heads)] for r in replicas]
                 found.setdefault(self.network.group(sum(holders, ())), part)

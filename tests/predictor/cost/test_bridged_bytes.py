@@ -65,6 +65,21 @@ def test_islands_exchange_what_the_routes_send(sizes: tuple[int, ...], operation
         assert halves * priced.received == pytest.approx(own.received, rel=1e-2)
 
 
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather", "all_reduce"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_what_leaves_an_islands_places_is_what_it_sends(sizes: tuple[int, ...], operation: Operation) -> None:
+    """Every machine a place of its own: what they send each other is in sum what their islands exchange."""
+    found = network(sizes)
+    group = found.group(range(sum(sizes)))
+    place_of = {machine: (found.machines[machine].device.vendor, str(machine)) for machine, _ in group.machines}
+    between = group.exchanged_between(operation, place_of)
+    for island, _ in group.islands:
+        own = {place for vendor, place in place_of.values() if vendor == island}
+        sent = sum(part for (here, _), part in between.items() if here in own)
+        received = sum(part for (_, there), part in between.items() if there in own)
+        assert (sent, received) == pytest.approx(group.exchanged(operation, island))
+
+
 def test_named_state_shares_move_what_islands_exchange() -> None:
     """Two ranks of a slow island that own little: it sends nearly all, and receives little."""
     found = network((8, 2))
@@ -108,4 +123,6 @@ def test_what_islands_exchange_passes_the_racks_and_regions_between_them() -> No
             carried = {on: own for on, own in slow.ring_bytes(group, 8e9, operation).items() if on.kind == kind}
             assert max(carried.values()) == pytest.approx(part * 8e9)
             seconds = max(num_bytes / slow.rate(on) for on, num_bytes in carried.items())
-            assert slow.reduce_scatter(group, 8e9, 1, operation) == pytest.approx(seconds, rel=0.01)
+            for sharing in (1, 8):
+                found = slow.reduce_scatter(group, 8e9, sharing, operation)
+                assert found == pytest.approx(sharing * seconds, rel=0.01)

@@ -9,6 +9,7 @@ from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.layer import Device, LayerCost
+from hethub.predictor.cost.operators import Shape, layer_work
 from hethub.predictor.cost.software import HETHUB, Software, hethub_software
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
@@ -44,6 +45,17 @@ def test_windows_and_whole_precisions_have_no_attention_of_cudnns() -> None:
     for model, precision in ((windowed, "bf16"), (LLAMA_8B, "fp32")):
         asked, untuned = (LayerCost(model, h200, 4096, precision, own).layer(1) for own in (HETHUB, plain))  # type: ignore[arg-type]
         assert asked == untuned
+
+
+def test_a_captured_program_waits_for_no_launches() -> None:
+    """Of a layer so small that the host cannot launch its kernels in time, what is left is the device's own time."""
+    tiny = LLAMA_8B.replace(hidden=64, heads=1, kv_heads=1, ffn=64)
+    launched, captured = (
+        LayerCost(tiny, find_accelerator("H100-SXM5-80GB"), 16, "bf16", replace(FUSED, captured=own))
+        for own in (False, True)
+    )
+    kernels = layer_work(tiny, Shape(1, 16, 1.0), "bf16", FUSED)[0].kernels
+    assert launched.layer(1).forward > kernels * launched.device.fit.launch_seconds > captured.layer(1).forward
 
 
 def test_cpus_run_bodies_as_they_stand_unless_asked_to_compile() -> None:

@@ -175,6 +175,15 @@ def test_who_shares_does_not_depend_on_a_profile(measured: bool) -> None:
     assert groups[0] == pytest.approx(groups[1], rel=0.01)  # no more groups than accelerators
 
 
+@pytest.mark.parametrize(("level", "ranks"), [("in_node", range(4)), ("between_nodes", range(0, 32, 8))])
+def test_a_measured_sum_takes_what_it_was_measured_to(level: str, ranks: range) -> None:
+    """The profiler times an all-reduce of few bytes, its latency, and one of many, which carries 2 (n - 1) / n of them."""
+    own = LinkTiming(level=level, operation="all_reduce", latency_seconds=1e-3, gbytes_per_second=2.0)  # type: ignore[arg-type]
+    found = network({**TWO_MAKERS[0], "count": 4, "gbps_per_nic": 1}, profile=profile([own]))
+    seconds = 1e-3 + 2 * 3 / 4 * 1e9 / 2e9
+    assert found.all_reduce(found.group(ranks), 1e9) == pytest.approx(seconds)
+
+
 def profile(links: list[LinkTiming]) -> ProfileSpec:
     layer = {"micro_batch": 1, "seq_len": 16, "forward_seconds": 1.0, "backward_seconds": 2.0}
     devices = [{"accelerator": "A100-SXM4-80GB", "precision": "bf16", "layers": [layer]}]
@@ -223,6 +232,9 @@ def test_a_racks_uplink_is_shared_by_all_that_leaves_it() -> None:
     # A group of one accelerator of every node, eight of them on each: all eight pass the uplink.
     group = uplinks.group(range(0, 64, 8))
     assert uplinks.reduce_scatter(group, 1e9, sharing=8) == pytest.approx(8e9 * 7 / 8 / rate, rel=0.01)
+    # Of one accelerator of a node in each rack: the other nodes have as many groups, which pass it too.
+    one_each = uplinks.group([0, 32])
+    assert uplinks.reduce_scatter(one_each, 1e9, sharing=8) == pytest.approx(32e9 / 2 / rate, rel=0.01)
     assert free.reduce_scatter(group, 1e9, sharing=8) < uplinks.reduce_scatter(group, 1e9, sharing=8) / 3
 
 
@@ -276,17 +288,69 @@ def test_chunks_that_take_turns_share_one_wire() -> None:
     assert predict(layout, with_timeline=True).step_seconds == pytest.approx(found.step_seconds, rel=1e-3)
 
 
+def test_a_network_that_carries_half_of_what_nodes_send_takes_twice_as_long() -> None:
+    """docs/links.md: a card's rate is over `oversubscription`, whether a message or a sum takes it; links inside nodes are
+    not."""
+    nodes = [{**TWO_MAKERS[0], "count": 2}]
+    full, half = (network(*nodes, between_nodes={"oversubscription": of}) for of in (1, 2))
+    for first, second in ((0, 8), (0, 1)):
+        times = 2 if second == 8 else 1
+        alone, shared = (found.link(first, second).seconds_per_byte for found in (full, half))
+        assert shared == pytest.approx(times * alone)
+        alone, shared = (found.reduce_scatter(found.group([first, second]), 1e11) for found in (full, half))
+        assert shared == pytest.approx(times * alone, rel=1e-3)
+
+
+@pytest.mark.parametrize("other", ["A100-SXM4-80GB", "MI250X-GCD"])
+@pytest.mark.parametrize("ends", [(0, 4), (4, 0)])
+def test_a_message_takes_one_card_at_either_end(other: str, ends: tuple[int, int]) -> None:
+    """Four of 10 Gbit/s beside one of 40: as much in all, but the message has one of the four."""
+    node = {"accelerator": "A100-SXM4-80GB", "accelerators": 4, "nics": 4, "gbps_per_nic": 10}
+    alone = {**node, "accelerator": other, "nics": 1, "gbps_per_nic": 40}
+    found = network({"name": "four", **node}, {"name": "one", **alone}, staging={"gbytes_per_second": 50})
+    rate = 10e9 / 8 * packaged().links["between_nodes_fraction"]
+    assert found.link(*ends).seconds_per_byte == pytest.approx(1 / rate)
+
+
+def test_a_boundary_between_regions_is_as_slow_as_its_slower_way() -> None:
+    """Activations have 10 Gbit/s, gradients 1."""
+    on = cluster(("A100-SXM4-80GB", 1, 1), ("A100-SXM4-80GB", 1, 1))
+    regions = {"names": ["a", "b"], "of_node": {"n0": "a", "n1": "b"}, "gbps": [[100, 10], [1, 100]]}
+    on = ClusterSpec.model_validate({**on.to_dict(), "links": {"regions": regions}})
+    costs = PlanCosts(uniform(LLAMA_8B, on, tp=1, pp=2, micro_batch=1, batch=8, seq=4096), HETHUB, packaged())
+    assert costs.boundary(0, 0, 0, 1) == pytest.approx(4096 * LLAMA_8B.hidden * 2 / (1e9 / 8), rel=0.01)
+
+
+@pytest.mark.parametrize(("accelerator", "times"), [("T4", 2), ("A100-SXM4-80GB", 1)])
+def test_rings_that_leave_a_node_share_its_host_alone(accelerator: str, times: int) -> None:
+    """Over PCIe all of them pass it, and two take twice as long as one; NVLink is for each pair alone. A ring inside one node
+    passes switches of its own."""
+    node = {"name": "n", "accelerator": accelerator, "count": 2, "accelerators": 4, "nics": 4, "gbps_per_nic": 1e5}
+    found = network(node)
+    for ranks, more in (([0, 1, 4, 5], times), ([0, 1], 1)):
+        one, two = (found.reduce_scatter(found.group(ranks), 1e11, sharing) for sharing in (1, 2))
+        assert two == pytest.approx(more * one, rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_ring_takes_a_step_less_than_it_has_ranks(ranks: int) -> None:
+    """docs/links.md: of `between_nodes.latency_seconds` each; an all-reduce is two rings."""
+    found = network({**TWO_MAKERS[0], "count": 8, "accelerators": 1}, between_nodes={"latency_seconds": 0.5})
+    assert found.all_reduce(found.group(range(ranks)), 1.0) == pytest.approx(2 * (ranks - 1) * 0.5, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "links",
     [
         {"in_node": {"latency_seconds": 0.5}},
         {"between_nodes": {"latency_seconds": 0.5}},
         {"racks": [{"name": "west", "nodes": ["n0"], "gbps": 1e6, "latency_seconds": 0.5}]},
+        {"between_islands": {"latency_seconds": 0.5}},
     ],
     ids=lambda links: str(*links),
 )
 def test_no_sum_is_shorter_than_a_message_on_its_way(links: dict[str, Any]) -> None:
     """Latencies of racks and inside nodes counted for messages alone."""
-    on = cluster(("A100-SXM4-80GB", 1, 2), ("A100-SXM4-80GB", 1, 2))
+    on = cluster(("A100-SXM4-80GB", 1, 2), ("MI250X-GCD" if "between_islands" in links else "A100-SXM4-80GB", 1, 2))
     slow = Network(ClusterSpec.model_validate({**on.to_dict(), "links": links}))
     assert slow.all_reduce(slow.group(range(4)), 1.0) >= 2 * 0.5

@@ -36,6 +36,13 @@ def test_a_window_costs_what_its_queries_see(seq: int, window: int) -> None:
     assert model_flops(windowed, 1, seq) == pytest.approx(no_attention + attention * seen)
 
 
+def test_a_tied_head_multiplies_as_one_of_its_own_does() -> None:
+    """The embedding only looks up, and counts where it is the head as well."""
+    tied, apart = (of_family("llama").replace(tied_head=own) for own in (True, False))
+    assert tied.parameters < apart.parameters
+    assert model_flops(tied, 1, 2048) == model_flops(apart, 1, 2048)
+
+
 def on_own(description: dict[str, Any]) -> ClusterSpec:
     node = {"name": "n0", "accelerator": description, "accelerators": 8, "gbps_per_nic": 200}
     return ClusterSpec.model_validate({"name": "test", "nodes": [node]})

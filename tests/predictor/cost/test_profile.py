@@ -48,10 +48,32 @@ def test_measured_points_are_met_and_between_them_the_ratio_holds(samples: int) 
     assert not measured.extrapolated
 
 
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_a_measured_backward_hides_as_much_more_of_its_sums(factor: float) -> None:
+    """Of a layer that takes three times as long, what runs beside its sums does too."""
+    plain, measured = LayerCost(TINY, CORE, 128, "fp32"), ProfiledLayerCost(TINY, CORE, 128, "fp32")
+    measured.use(profile(factor).devices[0])
+    hidden = [2 * 1.0 - cost.sums_beside_weights(2, 2, 0.5, 1.0, 0.0) for cost in (plain, measured)]
+    assert hidden[0] > 0
+    assert hidden[1] == pytest.approx(factor * hidden[0])
+
+
 def test_beyond_the_measured_points_it_says_so() -> None:
     measured = ProfiledLayerCost(TINY, CORE, 128, "fp32").use(profile().devices[0])
-    measured.layer(8)
+    assert measured.layer(8).total == pytest.approx(
+        2 * measured.layer(4).total
+    )  # a sample gets no cheaper than measured
     assert measured.extrapolated
+
+
+def test_a_device_that_is_slower_steps_slower_by_its_own_factor() -> None:
+    """As a run has shown of layers and of the optimizer, each beside the profile."""
+    for own in (profile().devices[0], profile().devices[0].replace(optimizer_seconds_per_parameter=1e-9)):
+        first, again = (
+            ProfiledLayerCost(TINY, CORE, 128, "fp32").use(of) for of in (own, own.slower(2.0, optimizer=5.0))
+        )
+        assert again.layer(2).total == pytest.approx(2 * first.layer(2).total)
+        assert again.optimizer(1e6) == pytest.approx(5 * first.optimizer(1e6))
 
 
 def test_prediction_takes_the_profile() -> None:

@@ -1,9 +1,13 @@
 """What runs again in a backward takes what it takes in a forward."""
 
+from dataclasses import replace
+
 import pytest
 
 from hethub.predictor.cost.layer import LayerCost
+from hethub.predictor.cost.operators import Shape, beside_sums, layer_work
 from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.memory.parameters import RankParameters, rank_widths
 from hethub.spec.accelerator import find_accelerator
 from tests.predictor.plans import LLAMA_8B
 
@@ -19,6 +23,41 @@ def test_selective_recompute_takes_attentions_own_time(accelerator: str) -> None
     kernel = fit.scale * (flops / (fit.attention * cost.device.attention_peak) + fit.kernel_seconds)
     assert again == pytest.approx(kernel, rel=1e-3)
     assert full.backward - plain.backward == pytest.approx(plain.forward)
+
+
+def test_fused_attentions_backward_is_five_products_for_the_forwards_two() -> None:
+    """It has the scores once more, and the gradients of values, of probabilities, of queries and of keys: as many
+    FLOPs each (FlashAttention 2, arXiv 2307.08691, section 3)."""
+    forward, backward = layer_work(LLAMA_8B, Shape(1, 4096, 1.0), "bf16", HETHUB)
+    pair = 2 * LLAMA_8B.heads * LLAMA_8B.head_size * 4096 * 4096 / 2
+    assert forward.attention_flops == pytest.approx(2 * pair)
+    assert backward.attention_flops == pytest.approx(5 * pair)
+
+
+def test_products_backward_are_twice_the_forwards() -> None:
+    """Of every product two gradients, each of as many FLOPs; where attention is not fused, of its two products too. What moves
+    between products has a gradient that moves as well."""
+    unfused = replace(HETHUB, fused_attention=False)
+    forward, backward = layer_work(LLAMA_8B, Shape(1, 4096, 1.0), "bf16", unfused)
+    assert backward.flops == 2 * forward.flops
+    assert (backward.fused_bytes, backward.elementwise_bytes) == (
+        2 * forward.fused_bytes,
+        2 * forward.elementwise_bytes,
+    )
+    assert forward.flops - layer_work(LLAMA_8B, Shape(1, 4096, 1.0), "bf16", HETHUB)[0].flops == pytest.approx(
+        2 * 2 * LLAMA_8B.heads * LLAMA_8B.head_size * 4096 * 4096
+    )
+
+
+@pytest.mark.parametrize(("kv_heads", "tp"), [(8, 1), (8, 8), (2, 8), (1, 4)])
+def test_a_backward_makes_the_gradients_that_its_rank_holds(kv_heads: int, tp: int) -> None:
+    """Of all matrices, of which a head of keys and values is on every rank that shares it; beside its two sums those of the
+    matrices cut by columns."""
+    model = LLAMA_8B.replace(kv_heads=kv_heads)
+    widths, asked = rank_widths(model, tp)[0], (model, Shape(1, 4096, 1 / tp), "bf16", HETHUB)
+    assert layer_work(*asked)[1].gradients == RankParameters.of(model, widths).layer_matrices
+    by_columns = (widths.query + 2 * widths.kv) * model.head_size, 2 * widths.ffn
+    assert tuple(work.gradients for work in beside_sums(*asked)) == tuple(model.hidden * own for own in by_columns)
 
 
 def test_short_sequences_recompute_little() -> None:

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hethub.predictor import rank_memory
+from hethub.predictor import RankMemory, rank_memory
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.memory.activations import KeptPerSample, held_microbatches
 from hethub.predictor.memory.parameters import replica_widths
+from hethub.predictor.memory.ranks import overfull_hosts
 from hethub.predictor.memory.shards import Shard
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import Kind, actions
@@ -101,16 +102,23 @@ def test_the_samples_held_at_most_are_those_of_the_schedule(schedule: str, data:
     for assignment in layout.assignments:
         sizes = [chunk.size for chunk in layout.chunks(assignment.stage)]
         held, later, moments = 0, 0, dict[int, set[float]]()  # by layers with a sample, the bytes then
+        by_chunk, beside = [0] * len(sizes), dict[int, set[tuple[int, int]]]()  # then held by the first and last chunk
         for action in actions(layout, assignment.stage, assignment.replica):
             if action.microbatch is not None:
-                layers = action.microbatch.samples.size * sizes[action.chunk]
-                held += changes[action.kind][0] * layers
-                later += changes[action.kind][1] * layers
+                samples = action.microbatch.samples.size
+                held += changes[action.kind][0] * samples * sizes[action.chunk]
+                later += changes[action.kind][1] * samples * sizes[action.chunk]
+                by_chunk[action.chunk] += changes[action.kind][0] * samples
             moments.setdefault(held + later, set()).add(held + 0.25 * later)
+            beside.setdefault(held + later, set()).add((by_chunk[0], by_chunk[-1]))
         most, in_host = held_microbatches(layout, assignment, kept, sizes, HETHUB)
         less, _ = held_microbatches(layout, assignment, kept._replace(deferred_wgrad=0.25), sizes, HETHUB)
         assert (most.activations, in_host) == (max(moments), 0.0)
         assert less.activations in moments[max(moments)]
+        with_ends, _ = held_microbatches(layout, assignment, kept._replace(first=1.0, last=1 / 1024), sizes, HETHUB)
+        first, last = assignment.stage == 0, assignment.stage == layout.num_stages - 1
+        ends = {first * embedded + last * scored / 1024 for embedded, scored in beside[max(moments)]}
+        assert with_ends.activations - max(moments) in ends
 
 
 @pytest.mark.parametrize("more", [{}, {"recompute": "full"}, {"offload": ["activations"]}], ids=str)
@@ -156,6 +164,21 @@ def test_a_ranks_memory_does_not_depend_on_who_was_counted_before(layout: Layout
     found = rank_memory(layout)
     assert found == [entry for rank in range(4) for entry in rank_memory(layout, only=[rank])]
     assert found[0]._replace(rank=1) != found[1]
+
+
+def test_a_rank_fits_while_its_reserve_stays_free() -> None:
+    entry = RankMemory(0, "own", 94, 100, {}, 0, {})
+    assert [entry._replace(bytes=held).fits(0.06) for held in (94, 95, 100)] == [True, False, False]
+
+
+def test_the_ranks_of_a_machine_share_its_host_memory() -> None:
+    """In GiB, as a refusal says it; another machine has its own, and what lies on accelerators does not count."""
+    on = cluster(("A100-SXM4-80GB", 2, 2))
+    on = on.replace(nodes=tuple(node.replace(host_memory_gb=1.0) for node in on.nodes))
+    for more in (0, 1):
+        held = (2**29, 2**29 + more, 2**30, 0)
+        used = [RankMemory(rank, "own", 2**40, 2**41, {}, own, {}) for rank, own in enumerate(held)]
+        assert [found for _, found in overfull_hosts(on, used)] == [2**30 + 1] * more
 
 
 def test_the_last_stage_alone_has_logits() -> None:

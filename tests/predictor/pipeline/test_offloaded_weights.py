@@ -1,12 +1,14 @@
 """What offloaded weights cost behind the update."""
 
+from dataclasses import replace
+
 import pytest
 
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.spec.layout.bind import Layout
-from tests.predictor.plans import TINY, cluster, uniform
+from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,34 @@ def test_new_weights_pass_the_accelerator_only_where_others_stepped_them(replica
         return PlanCosts(Layout(own, TINY, on), HETHUB, packaged()).state.reduction(0).gather_seconds
 
     assert (gather_seconds("parameters") > gather_seconds()) == sends
+
+
+@pytest.mark.parametrize(("zero", "parts"), [(1, 1), (3, 4)])
+def test_a_rank_fetches_what_its_host_has(zero: int, parts: int) -> None:
+    """All of a layer's weights; under ZeRO-3 its own part, which is gathered then. Under `layered` once for all microbatches:
+    beside a pass they only slow it."""
+    on, model, samples = cluster(("A100-SXM4-80GB", 1, 4)), LLAMA_8B.replace(layers=4), 64
+    plan = uniform(model, on, tp=1, pp=1, micro_batch=1, batch=4 * samples, seq=4096, zero=zero).plan
+    offloaded = plan.replace(stages=tuple(stage.replace(offload=("parameters",)) for stage in plan.stages))
+    there, away = (
+        PlanCosts(Layout(own.replace(schedule="layered"), model, on), HETHUB, packaged()) for own in (plan, offloaded)
+    )
+    layer = there.state.portions[0][1]
+    gathered, brought = (sum(costs.state.gather_seconds(0, layer)) for costs in (there, away))
+    copied = 2 * model.layer_parameters / parts * there.state.host_seconds_per_byte(on.places[0])
+    assert brought - gathered == pytest.approx(copied)
+    slowed = packaged().links["overlap_cost"] * brought / samples
+    assert away.microbatch(0, 0, 1, layer).forward.dp == pytest.approx(slowed)
+
+
+def test_new_weights_of_others_are_fetched_and_stored() -> None:
+    """A rank's own come from its host before they are sent, and all of them go there, one after the other
+    (hethub/runtime/state/zero_weights.py), beside a gather that no forward hides."""
+    on, model = cluster(("A100-SXM4-80GB", 1, 2)), LLAMA_8B.replace(layers=4)
+    plan = uniform(model, on, tp=1, pp=1, micro_batch=1, batch=8, seq=2048, zero=1).plan
+    offloaded = plan.replace(stages=tuple(stage.replace(offload=("parameters",)) for stage in plan.stages))
+    shown = replace(HETHUB, overlapped_gather=False)
+    there = PlanCosts(Layout(plan, model, on), shown, packaged()).state
+    away = PlanCosts(Layout(offloaded, model, on), HETHUB, packaged()).state
+    copied = 2 * 2 * model.parameters * there.host_seconds_per_byte(on.places[0])
+    assert away.reduction(0).gather_seconds - there.reduction(0).gather_seconds == pytest.approx(copied)

@@ -1,15 +1,18 @@
 """Communication slows the compute that hides it, wherever it is hidden, and in every shortcut alike."""
 
+from dataclasses import replace
+
 import pytest
 
 from hethub.predictor import predict
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.overlap import beside_forward, exposed
+from hethub.predictor.pipeline.overlap import beside_backward, beside_forward, exposed
 from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
 from hethub.predictor.pipeline.step import step_times
-from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.bind import Layout, bind
+from hethub.spec.plan import PlanSpec
 from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
 
 COST = packaged().links["overlap_cost"]
@@ -112,6 +115,39 @@ def test_one_microbatch_in_rounds_and_layer_by_layer_is_one_thing(gbps: int) -> 
         for schedule in ("1f1b", "layered")
     )
     assert layered == pytest.approx(rounds, rel=0.03)
+
+
+def test_beside_a_layer_goes_what_the_next_needs_and_the_last_left() -> None:
+    """In the order of the pass; the last layer has the next pass's first weights beside it, the first the sum of the layer
+    that the pass before ended with."""
+    weights, sums = [1, 2, 4], [10, 20, 40]
+    assert beside_forward(weights) == [2, 4, 1]
+    assert beside_backward(weights, sums) == [2 + 40, 4 + 10, 1 + 20]
+
+
+def test_a_pass_of_other_frameworks_hides_in_its_own_compute() -> None:
+    """All of a pass's communication may be under way at once: a forward of no time shows all of it, a long backward none, but
+    for its first layer's part."""
+    costs = costs_of("1f1b", 3)
+    costs.state.software = replace(HETHUB, gathers_ahead=False)
+    whole = costs.state.whole[0]
+    gather, reduce = sum(costs.state.gather_seconds(0, whole)), sum(costs.state.reduce_seconds(0, whole))
+    forward, backward = costs.state.round_seconds(0, (0.0, 1e9), whole)
+    assert forward == pytest.approx(gather)
+    assert backward == pytest.approx(COST * (gather + reduce))
+
+
+def test_replicas_of_few_samples_have_more_beside_each() -> None:
+    """Under `layered` a layer's collectives go once for all of a replica's microbatches."""
+    on = cluster(("A100-SXM4-80GB", 2, 1))
+    replicas = [{"ranks": [rank], "micro_batch": 1, "samples": samples} for rank, samples in enumerate((16, 8))]
+    plan = {"model": LLAMA_8B.name, "cluster": on.name, "global_batch": 24, "seq_len": 4096, "precision": "bf16"}
+    stage = {"layers": [[0, LLAMA_8B.layers]], "replicas": replicas, "zero": 3}
+    layout = bind(PlanSpec.model_validate({**plan, "schedule": "layered", "stages": [stage]}), LLAMA_8B, on)
+    costs = PlanCosts(layout, HETHUB, packaged())
+    many, few = (costs.microbatch(0, replica, 1, costs.state.portions[0][1]).forward for replica in (0, 1))
+    assert few.compute == many.compute
+    assert few.dp == pytest.approx(2 * many.dp)
 
 
 def test_a_reduction_does_not_depend_on_the_microbatches() -> None:

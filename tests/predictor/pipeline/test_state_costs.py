@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from hethub.predictor import predict
+from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.resources import Resource
 from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
@@ -59,6 +62,77 @@ def test_both_ends_of_a_tied_head_send_its_new_weights() -> None:
         assert found.gather_seconds == pytest.approx(network.reduce_scatter(network.group([0, 1]), 2 * table), rel=0.01)
 
 
+@pytest.mark.parametrize("once", [True, False])
+def test_every_gradient_is_summed_once(once: bool) -> None:
+    """Over replicas or, of a tied head, over both ends: no parameter in two sums. Other frameworks sum both copies over
+    replicas, and once more with each other."""
+    on, model = cluster(("A100-SXM4-80GB", 4, 1)), LLAMA_8B.replace(tied_head=True)
+    layout = uniform(model, on, tp=1, pp=2, micro_batch=1, batch=4, seq=1024, zero=1)
+    software, table = replace(HETHUB, one_tied_copy=once), model.vocab * model.hidden
+    costs = StateCosts(layout, software, Network(on), lambda stage, portion: (1.0, 2.0))
+    summed = sum(costs.most_parameters(stage) for stage in (0, 1))
+    assert summed + (table if once else -table) == model.parameters
+
+
+def test_copies_of_a_tied_head_are_summed_when_the_slowest_pair_is() -> None:
+    """Other frameworks sum both ends in pairs, replica by replica: here one pair on a machine, one over 1 Gbit/s."""
+    on, model = cluster(("A100-SXM4-80GB", 1, 3), ("A100-SXM4-80GB", 1, 1), gbps=1.0), LLAMA_8B.replace(tied_head=True)
+    layout = uniform(model, on, tp=1, pp=2, micro_batch=1, batch=2, seq=1024)
+    network, num_bytes = Network(on), 4 * model.vocab * model.hidden
+    costs = StateCosts(layout, replace(HETHUB, one_tied_copy=False), network, lambda stage, portion: (1.0, 2.0))
+    pairs = [network.all_reduce(network.group(pair), num_bytes) for pair in ([0, 2], [1, 3])]
+    assert pairs[0] < 0.1 * pairs[1]
+    assert costs.tied_seconds >= pairs[1]
+
+
+def test_pairs_that_sum_a_tied_head_share_their_cards() -> None:
+    """Four pairs over the four cards of two machines: none has more than one card."""
+    on, model = cluster(("A100-SXM4-80GB", 2, 4), gbps=1.0), LLAMA_8B.replace(tied_head=True)
+    layout = uniform(model, on, tp=1, pp=2, micro_batch=1, batch=4, seq=1024)
+    network, num_bytes = Network(on), 4 * model.vocab * model.hidden
+    costs = StateCosts(layout, replace(HETHUB, one_tied_copy=False), network, lambda stage, portion: (1.0, 2.0))
+    assert costs.tied_seconds == pytest.approx(4 * num_bytes / network.rate(Resource("cards", 0)), rel=1e-3)
+
+
+def test_norms_by_themselves_are_all_that_do_not_decay() -> None:
+    """Two of every layer, and the final one."""
+    layout = one_stage(cluster(("A100-SXM4-80GB", 2, 1), gbps=0.01), [0], [1], model=LLAMA_8B.replace(layers=1))
+    costs = StateCosts(layout, HETHUB, Network(layout.cluster), lambda stage, portion: (1.0, 2.0))
+    norms = sum(placed.info.numel for placed in StateMap(layout).tensors if not placed.info.decays)
+    assert costs.norms_seconds(0, costs.whole[0]) == pytest.approx(costs.ring_seconds(0, 2 * norms), rel=1e-9)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_layers_by_themselves_sum_all_of_a_stage(layers: int) -> None:
+    """The embedding with the first, the head with the last, over a link so slow that nothing else counts."""
+    model, on = LLAMA_8B.replace(layers=layers), cluster(("A100-SXM4-80GB", 2, 1), gbps=0.01)
+    layout = one_stage(on, [0], [1], model=model, zero=2)
+    costs = StateCosts(layout, HETHUB, Network(on), lambda stage, portion: (1.0, 2.0))
+    each = costs.reduce_seconds(0, costs.whole[0])
+    assert len(each) == layers
+    assert sum(each) == pytest.approx(costs.ring_seconds(0, 4 * model.parameters), rel=1e-6)
+
+
+@pytest.mark.parametrize("offload", [[], ["optimizer"]])
+def test_a_replica_steps_as_long_as_its_slowest_rank(offload: list[str]) -> None:
+    """Whichever comes first: an A100 before an L4 stepped what both have in 0.10 s, behind it in 0.67 s."""
+    seconds = []
+    for devices in (("A100-SXM4-80GB", "L4"), ("L4", "A100-SXM4-80GB"), ("L4", "L4")):
+        on = cluster(*((device, 1, 1) for device in devices))
+        costs = PlanCosts(one_stage(on, [0, 1], zero=0, offload=offload), HETHUB, packaged())
+        seconds.append(costs.optimizer(0, 0))
+    assert seconds[0] == seconds[1] == seconds[2]
+
+
+def test_a_replica_steps_as_long_as_its_rank_with_the_largest_share() -> None:
+    """Whichever of its ranks that is."""
+    on = cluster(("A100-SXM4-80GB", 1, 4))
+    for rank in (0, 1):
+        costs = PlanCosts(one_stage(on, [0, 1], [2, 3], state_shares={rank: 0.7}), HETHUB, packaged())
+        expected = costs.layer_cost(0).optimizer(0.7 * LLAMA_8B.parameters)
+        assert costs.optimizer(0, 0) == pytest.approx(expected, rel=1e-3)
+
+
 def test_uneven_shares_cost_what_cephalo_found() -> None:
     """A quarter for one of two ranks leaves half of the buckets even; the others take 1.25 times as long."""
     layout = one_stage(cluster(("A100-SXM4-80GB", 2, 1)), [0], [1], zero=2, state_shares={0: 0.25})
@@ -84,12 +158,32 @@ def test_gradients_are_priced_in_the_groups_that_sum_them(degrees: tuple[int, ..
     assert {group.machines for group, _, _ in costs.rings(0)} == summed
 
 
-def test_new_weights_under_zero_2_come_layer_by_layer() -> None:
-    """They were priced as one collective, with one latency for all layers."""
+@pytest.mark.parametrize(("degree", "heads"), [(4, 1), (8, 2), (8, 4)])
+def test_heads_that_ranks_share_are_summed_whole(degree: int, heads: int) -> None:
+    """The state map tells what each group sums of a layer. Ranks at one position are on one machine, a replica's on as many
+    as it has, over whose cards the shared heads go: a rank's part of its layer was taken for that of the whole layer, so that
+    these sums were `degree` times too small."""
+    on, model = cluster(("A100-SXM4-80GB", degree, 2), gbps=25), LLAMA_8B.replace(kv_heads=heads, layers=1)
+    layout = one_stage(on, *(list(range(first, on.size, 2)) for first in (0, 1)), model=model, zero=2)
+    network, layer = Network(on), Portion(1, False, False)
+    costs = StateCosts(layout, HETHUB, network, lambda stage, portion: (1.0, 2.0))
+    pieces = [piece for bucket in StateMap(layout).buckets if bucket.decays for piece in bucket.pieces]
+    for group, _, part in costs.rings(0):
+        if group.size > 2:
+            summed = sum(piece.numel for piece in pieces if network.group(piece.group.contributors) == group)
+            assert part * costs.most_parameters(0, layer) == pytest.approx(summed, rel=1e-3)
+            wire = 4 * summed * (group.size - 1) / group.size / network.rate(Resource("cards", 0))
+            assert costs.ring_seconds(0, 4 * costs.most_parameters(0, layer)) >= wire
+
+
+@pytest.mark.parametrize(("zero", "collectives"), [(1, 1), (2, 3)])
+def test_new_weights_come_in_their_precision(zero: int, collectives: int) -> None:
+    """In bf16, half of what their gradients took. Under ZeRO-2 layer by layer: they were priced as one collective, with one
+    latency for all layers."""
     on = cluster(("A100-SXM4-80GB", 2, 1))
-    layout, network, layers = one_stage(on, [0], [1], zero=2), Network(on), Portion(3, False, False)
+    layout, network, layers = one_stage(on, [0], [1], zero=zero), Network(on), Portion(3, False, False)
     shown = replace(HETHUB, overlapped_gather=False)
     costs = StateCosts(layout, shown, network, lambda stage, portion: (1.0, 2.0))
-    layer = network.reduce_scatter(network.group([0, 1]), 2 * LLAMA_8B.layer_parameters)
+    each = network.reduce_scatter(network.group([0, 1]), 2 * LLAMA_8B.layer_parameters * 3 / collectives)
     found = costs.reduction(0, layers).gather_seconds - costs.norms_seconds(0, layers)
-    assert found == pytest.approx(3 * layer, rel=1e-9)
+    assert found == pytest.approx(collectives * each, rel=1e-9)

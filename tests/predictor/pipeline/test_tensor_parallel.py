@@ -79,6 +79,16 @@ def test_rehearsals_and_other_programs_sum_behind() -> None:
     assert theirs.microbatch(0, 0, 1).backward.tp == pytest.approx(2 * 32 * once(theirs))
 
 
+def test_a_forward_that_runs_again_sums_again() -> None:
+    """Both of a layer's sums; attention alone has none."""
+    layout = uniform(LLAMA_8B, ON.replace(emulated=True), tp=4, pp=1, micro_batch=1, batch=4, seq=4096)
+    for recompute, times in (("none", 1), ("selective", 1), ("full", 2)):
+        stages = tuple(stage.replace(recompute=recompute) for stage in layout.plan.stages)
+        own = Layout(layout.plan.replace(stages=stages), LLAMA_8B, layout.cluster)
+        costs = PlanCosts(own, HETHUB, packaged())
+        assert costs.microbatch(0, 0, 1).backward.tp == pytest.approx(times * 2 * 32 * once(costs))
+
+
 def test_the_search_counts_them_alike() -> None:
     rate = UnitCosts(pose(LLAMA_8B, ON, Batch(4, 4096, "bf16"))).rate(0, 4, 1, "none")
     found, estimated = costs_of().microbatch(0, 0, 1), rate.microbatch(32, True, True)

@@ -52,6 +52,13 @@ CASES = [
         model=MODEL.replace(hidden=256, ffn=704),  # whose weights make a lower layer's backward the peak
         global_batch=48,
     ),
+    Case(
+        name="zero3, layered, full recompute, activations offloaded",
+        stages=[stage((0, 6), replica([0], 24, 24), replica([1], 24, 24), zero=3, recompute="full", offload=ALL[2:])],
+        schedule="layered",
+        model=MODEL.replace(hidden=256, ffn=704),
+        global_batch=48,
+    ),
     Case(name="zero3, layered, all offloaded", stages=pair(3, offload=ALL), schedule="layered"),
     Case(name="zero0, all offloaded", stages=pair(0, offload=ALL)),
     Case(name="zero2, all offloaded, bf16", stages=pair(2, offload=ALL), precision="bf16"),
@@ -63,6 +70,11 @@ CASES = [
         name="zero3, tp 1 beside tp 2, ministages",
         stages=[chunked([(0, 3), (3, 6)], replica([0], 4, 2), replica([1, 2], 4, 2), zero=3)],
         schedule="ministages",
+    ),
+    Case(
+        name="zero_bubble",
+        stages=[stage((0, 3), replica([0], 8, 1)), stage((3, 6), replica([1], 8, 1))],
+        schedule="zero_bubble",
     ),
     Case(name="ministages", stages=chunks(), schedule="ministages"),
     Case(name="ministages, all offloaded", stages=chunks(offload=ALL), schedule="ministages"),
