@@ -147,6 +147,38 @@ def test_what_is_refused_at_submission_leaves_the_group_in_use():
     assert values(outcomes) == [(2.0, None), (2.0, [2.0, 2.0])]
 
 
+def wait_for_a_message(rank, store, waited):
+    """What three operations say or give, once rank 0 has waited in vain for a message from rank 1."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=5))
+    if rank == 0:
+        message = dist.irecv(torch.zeros(3), 1)
+        with pytest.raises(RunFailed, match=r"recv .* on rank 0 with rank 1: .*Timed out"):
+            message.wait(waited)
+        store.set("waited", "")
+    store.wait(["waited"])
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    said = []
+    for name, call in ("send", lambda: dist.send(torch.ones(1), 1 - rank)), ("barrier", dist.barrier):
+        with pytest.raises(RunFailed, match=f"{name} in group '0' .* on rank {rank}") as raised:
+            call()
+        said.append(str(raised.value))
+    dist.destroy_process_group()
+    return tensor[0].item(), said
+
+
+@pytest.mark.parametrize("waited", [timedelta(0), timedelta(milliseconds=100)], ids=["group's timeout", "own timeout"])
+def test_sums_go_on_behind_a_message_that_nobody_answers(waited):
+    """Messages and barriers do not: Gloo closes the connections of both."""
+    islands = {"HETHUB_ISLANDS": "0|1"}
+    for total, (sent, met) in values(
+        start_ranks(2, wait_for_a_message, waited, timeout_seconds=60, environment=islands)
+    ):
+        assert total == 2.0
+        assert "with rank" in sent
+        assert "Application timeout caused pair closure" in met or "Connection closed by peer" in met
+
+
 def use_a_destroyed_group(rank, store):
     """The world's sum behind those of a group that is gone; torch says of it by itself that it does not know it."""
     dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
