@@ -17,7 +17,7 @@ from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.effort import Effort
 from hethub.planner.search.left_out import parts
-from hethub.planner.search.local_search import FAR, climb_leaders, descended, evaluate_all
+from hethub.planner.search.local_search import FAR, climb_leaders, descended, evaluate_all, evaluate_or_fit
 from hethub.planner.search.neighbours import with_room
 
 FAMILY_FINALISTS = 4  # evaluated of each family
@@ -122,7 +122,7 @@ def _evaluate_leaders(incumbent: Incumbent, candidates: Iterable[Candidate], eff
     seconds = incumbent.costs.seconds
     for candidate in heapq.nsmallest(effort.finalists, dict.fromkeys(candidates), key=seconds):
         if seconds(candidate) * effort.optimism < incumbent.best_seconds:
-            incumbent.within_time(candidate)
+            evaluate_or_fit(incumbent, candidate)
 
 
 def _is_near(incumbent: Incumbent, candidate: Candidate) -> bool:

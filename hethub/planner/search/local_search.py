@@ -2,12 +2,15 @@
 
 import heapq
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.estimate.estimator import Estimator
+from hethub.planner.estimate.microbatch_sizes import fitted, lessened
 from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
+from hethub.planner.problem.problem import Problem
 from hethub.planner.search.effort import Effort
 from hethub.planner.search.neighbours import neighbourhoods, neighbours, nudges
 
@@ -20,6 +23,35 @@ MOST_CHANGES = 60
 def evaluate_all(incumbent: Incumbent, candidates: Iterable[Candidate]) -> None:
     for candidate in candidates:
         incumbent.within_time(candidate)
+
+
+def evaluate_or_fit(incumbent: Incumbent, candidate: Candidate) -> None:
+    """Evaluates a candidate, and where it turns out not to fit what may still be the best: its state divided among
+    replicas, and what is left of it with smaller and smaller microbatches."""
+    if incumbent.within_time(candidate) is None:
+        return
+    if candidate not in incumbent.fitting:
+        evaluate_all(incumbent, filter(incumbent.may_win, [_divided(candidate, incumbent.problem)]))
+    while candidate not in incumbent.fitting:
+        smaller = fitted(candidate, incumbent.costs)
+        if smaller == candidate:  # it should fit by the closed form, which the evaluator knows better
+            smaller = lessened(candidate)
+        if smaller is None or smaller == candidate:
+            break
+        if incumbent.costs.seconds(smaller) >= incumbent.best_seconds:
+            break
+        candidate = smaller
+        incumbent.within_time(candidate)
+
+
+def _divided(candidate: Candidate, problem: Problem) -> Candidate:
+    """The candidate with as much of its state divided among replicas as ZeRO allows."""
+    changed = {
+        index: replace(stage, zero=problem.zeros[-1])
+        for index, stage in enumerate(candidate.stages)
+        if stage.replicas > 1
+    }
+    return candidate.with_stages(changed)
 
 
 def descended(
