@@ -94,9 +94,9 @@ def without_families(*names: str) -> Change:
     return change
 
 
-def as_given(found: dict[Any, float], incumbent: Any, candidates: Any, wanted: int) -> None:
-    """In place of `_add_with_slacks`: the candidates with their default of microbatches in flight."""
-    found.update(zip(candidates, incumbent.costs.estimate(candidates), strict=True))
+def as_given(incumbent: Any, candidates: Any) -> dict[Any, float]:
+    """In place of `with_slacks`: the candidates with their default of microbatches in flight."""
+    return dict(zip(candidates, incumbent.costs.estimate(candidates), strict=True))
 
 
 def constant(name: str, value: Any) -> Change:
@@ -109,7 +109,7 @@ CHANGES: dict[str, Change] = {
     "no small": constant(f"{SMALL_ONES}.propose", nothing),
     "no device_type_stages": constant(f"{AUTO}.stages_by_device_type", none),
     "no modes": constant(f"{AUTO}.in_modes", none),
-    "no microbatches beyond the default, other schedules of cuts": constant(f"{AUTO}._add_with_slacks", as_given),
+    "no microbatches beyond the default, other schedules of cuts": constant(f"{AUTO}.with_slacks", as_given),
     "no uniform": without_families("uniform"),
     "no hethub": without_families("hethub"),
     "no poplar": without_families("poplar"),
@@ -145,7 +145,7 @@ CHANGES: dict[str, Change] = {
     "WORTHWHILE 0": constant(f"{LOCAL}.WORTHWHILE", 0.0),
     "PER_SORT 1": constant(f"{CUTS}.PER_SORT", 1),
     "ESTIMATE_ERR 1.2": constant(f"{CUTS}.ESTIMATE_ERR", 1.2),
-    "PURE_CUTS 8": constant(f"{CUTS}.PURE_CUTS", 8),
+    "PURE_CUTS 8": constant("hethub.planner.generate.families.hethub.PURE_CUTS", 8),
     "MOST_NUDGED 0": constant(f"{NEAR}.MOST_NUDGED", 0),
     "small MOST_ESTIMATED 500": constant(f"{SMALL_ONES}.MOST_ESTIMATED", 500),
     "small CUT_ERR 1": constant(f"{SMALL_ONES}.CUT_ERR", 1.0),

@@ -17,7 +17,6 @@ from hethub.planner.explain.bottlenecks import bottlenecks
 from hethub.planner.explain.homogeneous_sum import Alone, homogeneous_parts_beside, makers_alone_tokens_per_second
 from hethub.planner.explain.infeasible import nothing_fits
 from hethub.planner.explain.unsearched import not_searched
-from hethub.planner.generate import cuts
 from hethub.planner.generate.families import FAMILIES
 from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.pose import pose
@@ -34,7 +33,6 @@ from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 
-FEW = 8  # cuts looked at where the time limit left none
 LOOKED_AT = ((128, 4), (1024, 2))  # up to so many accelerators, plans compared with the fastest over all scenarios
 LEAST_LOOKED_AT = 1  # beyond
 SEARCHED = ("tp", "pp", "dp", "micro_batch", "max_micro_batch", "schedule", "recompute", "zero", "forbid")
@@ -170,8 +168,7 @@ def find(incumbent: Incumbent, strategy: str) -> Evaluation | None:
     if strategy == "auto":
         if _is_answered_freely(incumbent):
             return incumbent.best
-        found = search(incumbent, effort_for(incumbent.problem))
-        return found or (_first_fitting(incumbent) if incumbent.out_of_time else None)
+        return search(incumbent, effort_for(incumbent.problem))
     return search_family(incumbent, FAMILIES[strategy])
 
 
@@ -188,15 +185,6 @@ def _is_answered_freely(incumbent: Incumbent) -> bool:
     own = _steadiest(other, Outlooks(free), confirmed(other, other.best, "auto"))
     incumbent.admit(other)
     return incumbent.evaluator.is_allowed(own.candidate, own.plan)
-
-
-def _first_fitting(incumbent: Incumbent) -> Evaluation | None:
-    """Where time was over before any plan was known: the first of the best cuts that fits."""
-    for candidate in cuts.propose(incumbent.problem, incumbent.costs, FEW):
-        incumbent.consider(candidate)
-        if incumbent.fitting:
-            return incumbent.best
-    return None
 
 
 def _steadiest(incumbent: Incumbent, outlooks: Outlooks, fastest: Evaluation) -> Evaluation:

@@ -99,12 +99,10 @@ EXTRA_IN_FLIGHT: dict[ScheduleName, tuple[int, ...]] = {"1f1b": (1,), "zero_bubb
 
 @dataclass(frozen=True)
 class Candidate:
-    """Stages in order. `alike`: replica i of every stage gets the same samples, so that chains of replicas stay apart.
-    `extra_in_flight`, where memory allows: 0 the default; 1 as many microbatches as hide the links between stages; 2 as
+    """Stages in order. `extra_in_flight`, where memory allows: 0 the default; 1 as many microbatches as hide the links between stages; 2 as
     many as a stage can send down until the first is back."""
 
     stages: tuple[CandidateStage, ...]
-    alike: bool = True
     extra_in_flight: int = 0
     even: bool = False  # samples in equal parts, whatever the speeds
     name: str = ""  # tells candidates apart that carry their plan
@@ -116,12 +114,12 @@ class Candidate:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.stages, self.alike, self.extra_in_flight, self.even, self.name, self.pattern))
+        return hash((self.stages, self.extra_in_flight, self.even, self.name, self.pattern))
 
     def with_stages(self, changed: Mapping[int, CandidateStage]) -> "Candidate":
         """The candidate with other stages at these indices."""
         stages = tuple([changed.get(index, stage) for index, stage in enumerate(self.stages)])
-        return Candidate(stages, self.alike, self.extra_in_flight, self.even, self.name, self.plan, self.pattern)
+        return Candidate(stages, self.extra_in_flight, self.even, self.name, self.plan, self.pattern)
 
     @cached_property
     def shape(self) -> object:
@@ -190,14 +188,3 @@ def assign_units(candidate: Candidate, problem: Problem) -> list[list[tuple[Unit
                 first[device_type] += 1
         assigned.append(sorted(own, key=lambda entry: entry[0].ranks))
     return assigned
-
-
-def chains(candidate: Candidate) -> list[tuple[int, list[ReplicaGroup]]]:
-    """Replicas of equally wide stages that are alike all the way: how many, and their sort on each stage."""
-    lines = [[(own.number, own) for own in stage.groups] for stage in candidate.stages]
-    found = []
-    while lines[0]:
-        count = min(line[0][0] for line in lines)
-        found.append((count, [line[0][1] for line in lines]))
-        lines = [line[1:] if line[0][0] == count else [(line[0][0] - count, line[0][1]), *line[1:]] for line in lines]
-    return found

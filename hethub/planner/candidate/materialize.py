@@ -81,10 +81,6 @@ def _divided(candidate: Candidate, assigned: Sequence[Assigned], problem: Proble
     workers = [_workers(candidate, index, own, worker) for index, own in enumerate(assigned)]
     # Else a slow replica's micro-batch would be smaller than what is given.
     least = problem.constraints.micro_batch or 1
-    if candidate.alike and len(set(counts)) == 1 and len(candidate.stages) > 1:
-        chains = [_slowest(chain) for chain in zip(*workers, strict=True)]
-        if None not in chains:
-            return [divide(total, [c for c in chains if c], least)] * len(workers)
     return [divide(total, stage, least) for stage in workers]
 
 
@@ -104,13 +100,6 @@ def _workers(candidate: Candidate, index: int, assigned: Assigned, worker: Worke
         return worker(stage, ReplicaGroup(device_type, tp, micro_batch, 1), first, last)
 
     return [of(unit.device_type, unit.tp, micro_batch) for unit, micro_batch in assigned]
-
-
-def _slowest(chain: Sequence[Worker]) -> Worker | None:
-    """The chain as one worker: its slowest stage; None where its stages' micro-batches differ."""
-    if len({worker.micro_batch for worker in chain}) > 1:
-        return None
-    return max(chain, key=lambda worker: worker.microbatch_seconds[-1])
 
 
 def plan_of(

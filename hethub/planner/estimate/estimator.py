@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import PLAIN, Candidate, Pattern, merged
+from hethub.planner.candidate.candidate import Candidate, Pattern, merged
 from hethub.planner.estimate import in_flight
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.stage_figures import StageEstimate
-from hethub.planner.estimate.stage_rows import StageRows, wait_for_chains
+from hethub.planner.estimate.stage_rows import StageRows
 from hethub.planner.estimate.stage_times import StageTimes
 from hethub.planner.estimate.transfers import P2pCosts
 from hethub.planner.problem.problem import Problem
@@ -34,7 +34,6 @@ class Estimate(NamedTuple):
     holds: tuple[int, ...]  # microbatches in flight per stage
     fits: bool  # whether every rank is within its memory by the closed form, or nearly so
     slowest: int  # the stage whose busiest replica works longest
-    floor: float  # what `seconds` is not below, however many microbatches are in flight, under 1F1B or zero_bubble
 
 
 class Estimator:
@@ -70,14 +69,12 @@ class Estimator:
 
     def is_faster(self, candidate: Candidate, seconds: float) -> bool:
         """Whether the estimate is below `seconds` and the candidate likely fits."""
-        return self.least(candidate) < seconds and self.seconds(candidate) < seconds and self.likely_fits(candidate)
+        return self.seconds(candidate) < seconds and self.likely_fits(candidate)
 
     def below(self, candidates: Iterable[Candidate], seconds: float) -> list[Candidate]:
-        """The unlike ones of the candidates whose estimate is below `seconds` and that likely fit; those that are
-        proved to take longer are not estimated."""
+        """The unlike ones of the candidates whose estimate is below `seconds` and that likely fit."""
         unlike = list(dict.fromkeys(candidates))
-        self.bound(unlike)
-        self.estimate(candidate for candidate in unlike if self.least(candidate) < seconds)
+        self.estimate(unlike)
         return [candidate for candidate in unlike if self.is_faster(candidate, seconds)]
 
     def least(self, candidate: Candidate) -> float:
@@ -92,11 +89,6 @@ class Estimator:
         new = [candidate for candidate in candidates if candidate not in self._least]
         for candidate, stages in zip(new, self._rows.divided(new), strict=True):
             self._least[candidate] = max([own.seconds for own in stages])
-
-    def least_in_passes(self, candidate: Candidate) -> float:
-        """The same where every replica gathers new weights and steps between its microbatches, as under ministages."""
-        stages = self._rows.figures(self._rows.of([candidate], PLAIN))
-        return float((stages.least + stages.finish).max())
 
     def samples(self, candidate: Candidate, index: int) -> list[int]:
         """About how many samples each of a stage's replicas takes, by groups."""
@@ -120,14 +112,14 @@ class Estimator:
         """Candidates whose stages stand in these rows."""
         own = self._side_by_side(candidates, rows)
         held, fits = self._held(own)
-        seconds, floor = self._seconds(own, held)
+        seconds = self._seconds(own, held)
         seconds[[not self.is_possible(candidate) for candidate in candidates]] = np.inf
         holds = [
             tuple(each[first:])
             for each, first in zip(np.ceil(held).astype(int).tolist(), own.first.tolist(), strict=True)
         ]
         slowest = (own.stages.busy.argmax(axis=1) - own.first).tolist()
-        return list(map(Estimate, seconds.tolist(), holds, fits.tolist(), slowest, floor.tolist()))
+        return list(map(Estimate, seconds.tolist(), holds, fits.tolist(), slowest))
 
     def _side_by_side(self, candidates: Sequence[Candidate], rows: Sequence[list[int]]) -> "_SideBySide":
         """The candidates with their stages in arrays that end with the last. In front of the first stage of shorter
@@ -140,13 +132,13 @@ class Estimator:
         )
         p2p_seconds = p2p_seconds.reshape(len(candidates), -1)
         blank = np.arange(depth) < first[:, None]
-        stages = self._stages(candidates, table, blank)
+        stages = self._stages(table, blank)
         filled = np.array([candidate.pattern.schedule == "zero_bubble" for candidate in candidates])
         trips = in_flight.round_trips(stages.microbatch, stages.microstep, p2p_seconds)
         return _SideBySide(candidates, table, first, blank, stages, p2p_seconds, trips, filled)
 
-    def _seconds(self, own: "_SideBySide", held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[candidate]: the step with so many microbatches in flight, and what it is not below with any."""
+    def _seconds(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
+        """[candidate]: the step with so many microbatches in flight."""
         stages, p2p_seconds, trips, several = own.stages, own.p2p_seconds, own.trips, own.several
         # Who has the shorter update begins the next step while others still step (predictor/step.py).
         first = stages.finish.min(axis=1)
@@ -160,7 +152,6 @@ class Estimator:
         for s in range(1, fill.shape[1]):
             below = fill[:, s - 1] + stages.forward[:, s - 1] + p2p_seconds[:, s - 1]
             np.maximum(fill[:, s], below, out=fill[:, s])
-        floor = (fill + stages.busy).max(axis=1) + first
         # Under zero_bubble, weights' gradients fill the drain.
         waits = np.where(own.filled[:, None], slack, gap + drain)
         chunks = np.array([candidate.pattern.chunks for candidate in own.candidates])[:, None]
@@ -169,7 +160,6 @@ class Estimator:
             between, beside = self._between_chunks(own, chunks)
             waits, covered = np.where(chunks > 1, between, waits), np.where(chunks > 1, beside, covered)
             fill = np.where(chunks > 1, fill[:, :1], fill)
-            floor = np.where(chunks[:, 0] > 1, (fill + stages.busy).max(axis=1) + first, floor)
         end = (fill + stages.busy + waits).max(axis=1)
         if several.any():
             around = in_flight.slowest_cycle(trips, stages.microstep, held, self.problem.batch.global_batch, own.first)
@@ -182,7 +172,7 @@ class Estimator:
             reduce[np.arange(len(tied)), own.first] += tied
             reduce[:, -1] += tied
         shown = np.maximum(0.0, (reduce - drain).max(axis=1))
-        return end + shown + first, floor
+        return end + shown + first
 
     def _between_chunks(self, own: "_SideBySide", chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[candidate, stage]: seconds that stages of so many chunks [candidate, 1] wait for microbatches to come round, and
@@ -198,14 +188,11 @@ class Estimator:
         waits = np.where(all_at_once, waits, np.maximum(waits, carried - stages.busy))
         return waits, np.where(all_at_once, stages.covered, np.maximum(stages.covered, beside))
 
-    def _stages(self, candidates: Sequence[Candidate], rows: np.ndarray, blank: np.ndarray) -> StageEstimate:
-        """Every stage of every candidate by itself, and where replica i of every stage gets the same samples, what
-        waiting for the slowest of a chain adds."""
+    def _stages(self, rows: np.ndarray, blank: np.ndarray) -> StageEstimate:
+        """Every stage of every candidate by itself."""
         stages = self._rows.figures(rows)
-        if blank.any():
-            for work in (stages.busy, stages.least, stages.forward, stages.backward, stages.reduce, stages.tail):
-                work[blank] = 0.0
-        wait_for_chains(candidates, stages, self._rows, self.problem.batch.global_batch)
+        for work in (stages.busy, stages.least, stages.forward, stages.backward, stages.reduce, stages.tail):
+            work[blank] = 0.0
         return stages
 
     def _held(self, own: "_SideBySide") -> tuple[np.ndarray, np.ndarray]:
@@ -251,7 +238,7 @@ class Estimator:
         if own.filled.any():
             rows = self._rows.of(own.candidates, Pattern(self.problem.schedule))
             table = [blanks * row[:1] + row for blanks, row in zip(own.first.tolist(), rows, strict=True)]
-            plain = self._stages(own.candidates, np.array(table), own.blank)
+            plain = self._stages(np.array(table), own.blank)
             trips = in_flight.round_trips(plain.microbatch, plain.microstep, own.p2p_seconds)
         every, micro = np.ceil(plain.microbatches), plain.microstep
         pace = self.problem.batch.global_batch / plain.busy.max(axis=1)

@@ -1,5 +1,4 @@
-"""The stages of all candidates seen so far, each estimated once: rows of figures, in which candidates are looked up; and
-chains of replicas, where replica i of every stage gets the same samples and goes at the pace of the slowest of them."""
+"""The stages of all candidates seen so far, each estimated once: rows of figures, in which candidates are looked up."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -7,19 +6,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import PLAIN, Candidate, CandidateStage, Pattern, ReplicaGroup, chains
-from hethub.planner.candidate.samples import earliest_finish, within
+from hethub.planner.candidate.candidate import PLAIN, Candidate, CandidateStage, Pattern
 from hethub.planner.estimate.memory_model import position
 from hethub.planner.estimate.stage_figures import Division, Placed, Room, StageEstimate
 from hethub.planner.estimate.stage_times import ANY_ROOM, StageTimes
 
 
 class Divided(NamedTuple):
-    """A stage's seconds on its busiest replica's microbatches alone, and by groups samples and seconds of each."""
+    """A stage's seconds on its busiest replica's microbatches alone, and samples by groups."""
 
     seconds: float
     samples: list[int]
-    per_sample: dict[ReplicaGroup, float]
 
 
 class StageRows:
@@ -89,11 +86,9 @@ class StageRows:
         self._remember(new, division)
 
     def _remember(self, stages: Sequence[Placed], division: Division) -> None:
-        for one, seconds, taken, per_sample in zip(stages, *(part.tolist() for part in division), strict=True):
-            groups = one.stage.groups
-            samples = [int(count) for count in taken[: len(groups)]]
-            found = Divided(seconds, samples, dict(zip(groups, per_sample, strict=False)))
-            self._divided[one.stage.core, one.place, one.even] = found
+        for one, seconds, taken in zip(stages, division.least.tolist(), division.taken.tolist(), strict=True):
+            samples = [int(count) for count in taken[: len(one.stage.groups)]]
+            self._divided[one.stage.core, one.place, one.even] = Divided(seconds, samples)
 
 
 def _placed(candidate: Candidate) -> Iterator[tuple[CandidateStage, int]]:
@@ -120,50 +115,3 @@ def _with_sorts(rooms: np.ndarray, width: int) -> np.ndarray:
     any."""
     more = np.broadcast_to(np.reshape(ANY_ROOM, (-1, 1, 1)), (*rooms.shape[:2], width - rooms.shape[2]))
     return np.concatenate([rooms, more], axis=2) if more.shape[2] else rooms
-
-
-def wait_for_chains(candidates: Sequence[Candidate], stages: StageEstimate, rows: StageRows, samples: int) -> None:
-    """Writes into `stages` what waiting for the slowest of a chain adds for the candidates whose replicas i get the same of
-    a step's samples in every stage (`materialize`), and whose chains have one micro-batch all the way."""
-    alike: dict[tuple[int, int], list[_Chained]] = {}  # equally many stages and chains
-    for row, candidate in enumerate(candidates):
-        if _is_chained(candidate):
-            own = _Chained(row, candidate, chains(candidate))
-            if all(one.micro_batch == sorts[0].micro_batch for _, sorts in own.chains for one in sorts):
-                alike.setdefault((len(candidate.stages), len(own.chains)), []).append(own)
-    for some in alike.values():
-        _pace(some, stages, rows, samples)
-
-
-class _Chained(NamedTuple):
-    """A candidate, where it stands among others, and its chains: how many are alike, and their sort on each stage."""
-
-    row: int
-    candidate: Candidate
-    chains: list[tuple[int, list[ReplicaGroup]]]
-
-
-def _is_chained(candidate: Candidate) -> bool:
-    """Whether replica i of every stage gets the same samples, and it matters."""
-    if not candidate.alike or candidate.even or len(candidate.stages) == 1 or len(set(candidate.replica_counts)) > 1:
-        return False
-    return max([len(stage.groups) for stage in candidate.stages]) > 1
-
-
-def _pace(some: Sequence[_Chained], stages: StageEstimate, rows: StageRows, samples: int) -> None:
-    """Writes into `stages` how long candidates of equally many stages and chains take."""
-    divided = rows.divided([own.candidate for own in some])
-    per_sample = np.array(  # [candidate, chain, stage]
-        [
-            [[one.per_sample[sort] for one, sort in zip(each, sorts, strict=True)] for _, sorts in own.chains]
-            for own, each in zip(some, divided, strict=True)
-        ]
-    )
-    numbers = np.array([[count for count, _ in own.chains] for own in some])
-    sizes = np.array([[sorts[0].micro_batch for _, sorts in own.chains] for own in some])
-    slowest = per_sample.max(axis=2)
-    taken = np.clip(within(earliest_finish(samples, slowest, numbers), slowest), 1, samples)
-    busy, index = (taken[:, :, None] * per_sample).max(axis=1), [own.row for own in some]
-    depth = busy.shape[1]
-    stages.busy[index, -depth:] = np.maximum(stages.busy[index, -depth:], busy)
-    stages.microbatches[index] = (taken / sizes).max(axis=1)[:, None]

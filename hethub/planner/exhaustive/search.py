@@ -208,7 +208,7 @@ def _candidate(point: Point, incumbent: Incumbent) -> Candidate:
         each = zip(units, spec.replicas, strict=True)
         groups = merged([ReplicaGroup(unit.device_type, unit.tp, r.micro_batch, 1) for unit, r in each])
         stages.append(CandidateStage(x, groups, mode.recompute, mode.zero))
-    candidate = Candidate(tuple(stages), alike=False, pattern=Pattern(plan.schedule))
+    candidate = Candidate(tuple(stages), pattern=Pattern(plan.schedule))
     if (usual := materialize(candidate, problem, incumbent.costs.unit_costs.worker, None)) is not None:
         for index, (stage, own, wanted) in enumerate(zip(stages, usual.stages, plan.stages, strict=True)):
             more = tuple(w.samples - r.samples for r, w in zip(own.replicas, wanted.replicas, strict=True))

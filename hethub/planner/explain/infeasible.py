@@ -108,7 +108,7 @@ def _fits(change: Change) -> bool:
     costs, every = incumbent.costs, problem.usable
     for used in (every, *islice(fewer_device_types(incumbent), len(every) - 1)):
         few = thriftiest(problem, tabulate(problem, costs.unit_costs, used))
-        found = modes.propose(problem, costs, best_cuts(problem, few, TRIED).cuts)
+        found = modes.propose(problem, costs, best_cuts(problem, few, TRIED))
         for candidate in sorted(found, key=costs.seconds)[:TRIED]:
             incumbent.consider(candidate)
             if incumbent.fitting:

@@ -25,7 +25,7 @@ NOT_SEARCHED = (
     Unsearched(
         "chunks.other",
         "interleaved, numbers of chunks that do not cut every stage evenly, except 2, 4 and 8 where none does; under ministages, "
-        "others than 4 and 16, except as the zorse family has them",
+        "others than 4 and 16, except seven numbers from 2 to 16 in the zorse family's",
     ),
     Unsearched(
         "ranks.unused",

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -10,13 +9,12 @@ import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, to_candidate
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.generate.equal import Arrangements, Stages, cut_equally, room_for
+from hethub.planner.generate.equal import Arrangements, Cuts, Stages, cut_equally, room_for
 from hethub.planner.generate.table import Table, orders, tabulate
 from hethub.planner.problem.problem import Problem
 
 PER_SORT = 3  # cuts kept of one combination or number of stages, so that the finalists differ
 ESTIMATE_ERR = 1.4  # rough estimates leave out reductions and waits; never off by more than this where checked
-PURE_CUTS = 32  # kept of those whose stages hold one device type each
 FIRST_LOOK, BATCH = 512, 4096  # lines cut at once
 
 SIDE_BY_SIDE = -1  # in place of an order
@@ -47,13 +45,6 @@ class Lines(NamedTuple):
         return table.units[self.rows] // self.stages
 
 
-class Best(NamedTuple):
-    """The best cuts of all, and of those whose stages hold one device type each; best first."""
-
-    cuts: list[Candidate]
-    pure: list[Candidate]
-
-
 class _Kept:
     """The `number` best cuts so far, few of each combination, or of each number of stages, and below which estimate
     a new one would enter."""
@@ -63,8 +54,9 @@ class _Kept:
         self.by_depth = by_depth
         self.cuts: list[Cut] = []
 
-    def add(self, lines: Lines, arranged: Arrangements, layers: np.ndarray, seconds: np.ndarray) -> None:
-        """Takes in what is good enough of some lines, arranged and with so many layers [stage]."""
+    def add(self, lines: Lines, arranged: Arrangements, found: Cuts) -> None:
+        """Takes in what is good enough of some lines, arranged and cut."""
+        layers, seconds = found
         near = np.flatnonzero(seconds < self.worst)
         sort = (lines.stages if self.by_depth else lines.rows)[near]
         new = zip(seconds[near].tolist(), sort.tolist(), near.tolist(), strict=True)
@@ -85,41 +77,38 @@ class _Kept:
         self.cuts = kept
         if kept:
             self.worst = kept[-1].seconds if len(kept) == self.number else float("inf")
-            self.limit = min(self.worst, ESTIMATE_ERR * kept[0].seconds)
+            self.limit = self.worst if self.by_depth else min(self.worst, ESTIMATE_ERR * kept[0].seconds)
 
 
 def propose(problem: Problem, costs: Estimator, number: int) -> list[Candidate]:
     """The best cuts over all settings, best first."""
-    return best_cuts(problem, tabulate(problem, costs.unit_costs), number).cuts
+    return best_cuts(problem, tabulate(problem, costs.unit_costs), number)
 
 
-def best_cuts(problem: Problem, table: Table, number: int, *, by_depth: bool = False) -> Best:
-    """The `number` best cuts, and the best pure ones, in one pass over all settings.
+def best_cuts(
+    problem: Problem, table: Table, number: int, *, by_depth: bool = False, pure: bool = False
+) -> list[Candidate]:
+    """The `number` best cuts, or of those whose stages hold one device type each, best first, in one pass over all settings.
 
     A setting is not cut where one microbatch's way through all layers and the busy time of perfect balance exceed the
     worst kept, or the best by more than the estimate can err.
     """
     tried = orders(problem, table.used)
     lines = _all_lines(problem, table, len(tried))
+    if pure:
+        lines = lines.at(_is_pure(table, lines))
     least = table.bound[lines.rows] + table.through[lines.rows] * (1 - 2 / (lines.stages + 1))
     ranked = np.argsort(least, kind="stable")
     lines, least = lines.at(ranked), least[ranked]
-    kept, kept_pure = _Kept(number, by_depth=by_depth), _Kept(PURE_CUTS)
+    kept = _Kept(number, by_depth=by_depth)
     start, stop = 0, FIRST_LOOK
-    while start < len(least) and least[start] < max(kept.limit, kept_pure.limit):
-        own = np.arange(start, min(stop, len(least)))
-        own = own[np.argsort(lines.stages[own], kind="stable")]  # the shallow ones first among equals
-        pure = _is_pure(table, lines.at(own))
-        worth = least[own] < np.where(pure, max(kept.limit, kept_pure.limit), kept.limit)
-        if worth.any():
-            some = lines.at(own[worth])
-            arranged = compositions(table, some, tried)
-            cuts = cut_equally(problem, table, arranged)
-            kept.add(some, arranged, cuts.layers, cuts.seconds)
-            kept_pure.add(some, arranged, cuts.layers, np.where(pure[worth], cuts.seconds, np.inf))
+    while start < len(least) and least[start] < kept.limit:
+        own = start + np.flatnonzero(least[start:stop] < kept.limit)
+        some = lines.at(own[np.argsort(lines.stages[own], kind="stable")])  # the shallow ones first among equals
+        arranged = compositions(table, some, tried)
+        kept.add(some, arranged, cut_equally(problem, table, arranged))
         start, stop = stop, stop + BATCH
-    candidate = partial(_candidate, problem, table, tried)
-    return Best(list(map(candidate, kept.cuts)), list(map(candidate, kept_pure.cuts)))
+    return [_candidate(problem, table, tried, cut) for cut in kept.cuts]
 
 
 def _candidate(problem: Problem, table: Table, tried: Sequence[tuple[int, ...]], cut: Cut) -> Candidate:

@@ -1,10 +1,10 @@
 """Small clusters: every way to put a handful of units into stages, not only consecutive or equal ones."""
 
-import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice, product
+from itertools import product, takewhile
+from operator import itemgetter
 
 import numpy as np
 
@@ -62,10 +62,6 @@ class _Arrangement:
         return to_candidate(self.problem, stages, units, self.combination)
 
 
-# Seconds without communication, the combination, the arrangement, and the combination's others.
-_Waiting = tuple[float, int, _Arrangement, Iterator[tuple[float, _Arrangement]]]
-
-
 def propose(
     problem: Problem, costs: Estimator, table: Table, limit_seconds: float = float("inf")
 ) -> Iterator[Candidate]:
@@ -81,44 +77,22 @@ def propose(
             shortest = estimate
         return candidate
 
-    arrangements = _in_order(problem, table, lambda: shortest)
-    while some := list(islice(arrangements, AT_ONCE)):
+    # No partition of a combination takes less than its bound.
+    rows = np.flatnonzero((table.units <= MOST_UNITS) & (table.bound < limit_seconds)).tolist()
+    cut = [own for row in rows for own in _cut(problem, table, row, CUT_ERR * limit_seconds)]
+    arrangements = sorted(cut, key=itemgetter(0))
+    for first in range(0, len(arrangements), AT_ONCE):
+        near = takewhile(lambda own: own[0] < CUT_ERR * shortest, arrangements[first : first + AT_ONCE])
+        some = [arrangement for _, arrangement in near]
         balanced = {arrangement.candidate(arrangement.layers): arrangement for arrangement in some}
         costs.estimate(balanced)
         yield from map(noted, balanced)
-        near = [of for candidate, of in balanced.items() if costs.seconds(candidate) <= WORTH_MOVING * shortest]
-        costs.estimate(of.candidate(cut) for of in near for cut in one_moved(of.layers, least=1))
-        for of in near:
+        moved = [of for candidate, of in balanced.items() if costs.seconds(candidate) <= WORTH_MOVING * shortest]
+        costs.estimate(of.candidate(cut) for of in moved for cut in one_moved(of.layers, least=1))
+        for of in moved:
             yield from map(noted, _downhill(of, costs))
         if estimated > MOST_ESTIMATED:
             return
-
-
-def _in_order(problem: Problem, table: Table, shortest: Callable[[], float]) -> Iterator[_Arrangement]:
-    """All arrangements that may be better than `shortest()`, those of the fewest seconds first. No partition of a
-    combination takes less than its bound, so those of the next need not be cut before."""
-    queue: list[_Waiting] = []  # the next of every combination
-    for row in np.nonzero(table.units <= MOST_UNITS)[0].tolist():
-        while queue and queue[0][0] <= table.bound[row]:
-            yield _first(queue)
-        if table.bound[row] >= shortest():
-            break
-        _push(queue, row, _cut(problem, table, row, CUT_ERR * shortest()))
-    while queue and queue[0][0] < CUT_ERR * shortest():
-        yield _first(queue)
-
-
-def _first(queue: list[_Waiting]) -> _Arrangement:
-    """Takes the first arrangement out; where seconds are equal, that of the first combination."""
-    _, row, arrangement, others = heapq.heappop(queue)
-    _push(queue, row, others)
-    return arrangement
-
-
-def _push(queue: list[_Waiting], row: int, others: Iterator[tuple[float, _Arrangement]]) -> None:
-    """Puts in the next of a combination's arrangements, if there is one."""
-    for seconds, arrangement in islice(others, 1):
-        heapq.heappush(queue, (seconds, row, arrangement, others))
 
 
 def _cut(problem: Problem, table: Table, row: int, limit: float) -> Iterator[tuple[float, _Arrangement]]:

@@ -4,13 +4,14 @@ import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate, Pattern
 from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.generate import device_type_stages, modes, small
-from hethub.planner.generate.cuts import Best, best_cuts
+from hethub.planner.generate.cuts import best_cuts
 from hethub.planner.generate.families import FAMILIES, Family
 from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Problem
@@ -25,7 +26,8 @@ MOST_CUTS = 24  # looked at in every mode
 FEW_CUTS = 4  # looked at in the thriftiest modes, where nothing fits by estimate
 WHOLE_FINALISTS = 3  # of its candidates that carry their plan
 WHOLE_MICROBATCHES = 1_000_000  # of these, since equal replicas are replayed once
-AT_ONCE, MOST_STARTS = 32, 64  # candidates estimated at once, and in all once one is known that fits
+MOST_STARTS = 64  # families' candidates estimated at once, until one is likely to fit
+MOST_STARTED = 8  # of these evaluated, until one fits
 
 
 def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
@@ -33,12 +35,12 @@ def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
     or by far estimated to be slower, so the answer is not worse than a family's."""
     problem, table = incumbent.problem, _table(incumbent)
     best = best_cuts(problem, table, effort.cuts)
-    families = _families_candidates(incumbent, best)
+    families = {name: list(family.propose(problem, incumbent.costs)) for name, family in FAMILIES.items()}
     incumbent.evaluator.microbatches_left = effort.microbatches
     _evaluate_start(incumbent, families)
     look(incumbent, effort, table, best)
     if not incumbent.fitting:
-        few = best_cuts(problem, thriftiest(problem, table), FEW_CUTS).cuts
+        few = best_cuts(problem, thriftiest(problem, table), FEW_CUTS)
         evaluate_all(incumbent, modes.thriftiest(problem, few))
         climb_leaders(incumbent, effort)
     for part in parts(incumbent):
@@ -60,10 +62,11 @@ def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
     return add_whole_plans(incumbent)
 
 
-def look(incumbent: Incumbent, effort: Effort, table: Table, best: Best) -> None:
+def look(incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence[Candidate]) -> None:
     """Evaluates the best of what is made of a table's combinations and its best cuts."""
     problem = incumbent.problem
-    cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
+    if problem.forbidden:  # the best may all be mixtures
+        cuts = [*cuts, *best_cuts(problem, table, effort.cuts, pure=True)]
     found = promising(incumbent, effort, table, cuts)
     if incumbent.out_of_time:
         return
@@ -90,34 +93,27 @@ def add_whole_plans(incumbent: Incumbent) -> Evaluation | None:
     """The best plan found and of the families' own schedules, rounds and offloading, which no search moves about."""
     incumbent.evaluator.microbatches_left = WHOLE_MICROBATCHES
     for family in FAMILIES.values():
-        _evaluate_whole(incumbent, family)
+        made = () if incumbent.out_of_time else _whole(incumbent, family, incumbent.hopeful_seconds)
+        evaluate_all(incumbent, filter(incumbent.may_win, made))
     return incumbent.best
 
 
-def _families_candidates(incumbent: Incumbent, best: Best) -> dict[str, list[Candidate]]:
-    """Every family's candidates, first those of the families whose candidates are the pure ones of the cuts made."""
-    cut = {name: best.pure for name, family in FAMILIES.items() if family.are_pure_cuts}
-    others = {name: family for name, family in FAMILIES.items() if not family.are_pure_cuts}
-    return cut | {name: list(family.propose(incumbent.problem, incumbent.costs)) for name, family in others.items()}
-
-
 def _evaluate_start(incumbent: Incumbent, families: Mapping[str, Sequence[Candidate]]) -> None:
-    """Evaluates the plan of a family with the shortest estimate, from which the search starts."""
+    """Evaluates the plan of a family with the shortest estimate that fits, from which the search starts; where time is up
+    too."""
     costs = incumbent.costs
     unlike = dict.fromkeys(candidate for candidates in families.values() for candidate in candidates)
     costs.bound(unlike)
     every = sorted(unlike, key=costs.least)
-    start, shortest = None, float("inf")
-    for first in range(0, len(every), AT_ONCE):
-        some = every[first : first + AT_ONCE]
-        known_enough = start is not None and first >= MOST_STARTS
-        if known_enough or costs.least(some[0]) >= shortest or incumbent.out_of_time:
+    likely = (
+        costs.below(every[first : first + MOST_STARTS], float("inf"))
+        for first in range(0, len(every), MOST_STARTS)
+        if not first or not incumbent.out_of_time
+    )
+    for candidate in heapq.nsmallest(MOST_STARTED, next(filter(None, likely), []), key=costs.seconds):
+        incumbent.consider(candidate)
+        if incumbent.fitting:
             break
-        own = min(costs.below(some, shortest), key=costs.seconds, default=None)
-        if own is not None:
-            start, shortest = own, costs.seconds(own)
-    if start is not None:
-        incumbent.consider(start)
     incumbent.start = incumbent.best
 
 
@@ -135,17 +131,6 @@ def _is_near(incumbent: Incumbent, candidate: Candidate) -> bool:
     return incumbent.costs.seconds(candidate) < FAR * incumbent.best_seconds
 
 
-def _evaluate_whole(incumbent: Incumbent, family: Family) -> None:
-    """Evaluates a family's plans that the search cannot move about, where they may be better than the best so far; of
-    those that its system ranks, none behind one that is far from it."""
-    if incumbent.out_of_time:
-        return
-    for candidate in filter(incumbent.may_win, _whole(incumbent, family, incumbent.hopeful_seconds)):
-        evaluation = incumbent.within_time(candidate)
-        if family.ranked and evaluation is not None and evaluation.seconds > FAR * incumbent.best_seconds:
-            break
-
-
 def leading(incumbent: Incumbent, candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates with the smallest estimates that are likely to fit; where no plan is known that does, the smallest
     of all if none of these is likely to."""
@@ -157,12 +142,9 @@ def leading(incumbent: Incumbent, candidates: Sequence[Candidate]) -> list[Candi
 
 
 def _whole(incumbent: Incumbent, family: Family, limit_seconds: float) -> list[Candidate]:
-    """Of a family's candidates that carry their plan and may take less than the limit, the first of those that its
-    system ranks, else those whose busiest replica computes least."""
-    made = dict.fromkeys(family.propose_whole(incumbent.problem, incumbent.costs, limit_seconds=limit_seconds))
-    if family.ranked:
-        return list(made)[:WHOLE_FINALISTS]
-    return heapq.nsmallest(WHOLE_FINALISTS, made, key=incumbent.costs.least)
+    """The first of a family's plans with its own schedule, rounds or offloading that may take less than the limit."""
+    made = family.propose_whole(incumbent.problem, incumbent.costs, limit_seconds=limit_seconds)
+    return list(islice(dict.fromkeys(made), WHOLE_FINALISTS))
 
 
 def search_family(incumbent: Incumbent, family: Family) -> Evaluation | None:
@@ -178,7 +160,7 @@ def in_modes(incumbent: Incumbent, effort: Effort, table: Table, found: Sequence
     """The best candidates, by estimate, among those found and the cuts that would be best with more memory, in every
     mode that they may take."""
     problem, costs, allowed = incumbent.problem, incumbent.costs, {*incumbent.problem.schedules}
-    larger = best_cuts(problem, replace(table, memory_counts=False), effort.cuts, by_depth=True).cuts
+    larger = best_cuts(problem, replace(table, memory_counts=False), effort.cuts, by_depth=True)
     every = [*found, *larger]
     costs.estimate(every)
     cuts = {candidate.shape: candidate for candidate in sorted(every, key=costs.seconds, reverse=True)}
@@ -203,8 +185,7 @@ def thriftiest(problem: Problem, table: Table) -> Table:
 def promising(incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence[Candidate]) -> list[Candidate]:
     """The candidates with the smallest estimates, best first: equal cuts of all lines, and of a handful of accelerators
     every arrangement that can win."""
-    costs, found = incumbent.costs, dict[Candidate, float]()
-    _add_with_slacks(found, incumbent, cuts, effort.finalists)
+    costs, found = incumbent.costs, with_slacks(incumbent, cuts)
     best = min(found.values(), default=float("inf"))
     cut = small.propose(incumbent.problem, costs, table, best)
     found.update((candidate, costs.seconds(candidate)) for candidate in incumbent.while_in_time(cut))
@@ -224,20 +205,15 @@ def stages_by_device_type(
         return []
     shortest = min(map(costs.seconds, filter(costs.likely_fits, found)), default=float("inf"))
     proposed = device_type_stages.propose(problem, costs, table, shortest)
-    estimates: dict[Candidate, float] = {}
-    _add_with_slacks(estimates, incumbent, [with_room(own) for own in proposed], effort.finalists)
+    estimates = with_slacks(incumbent, [with_room(own) for own in proposed])
     faster = [candidate for candidate in estimates if costs.is_faster(candidate, shortest)]
     return heapq.nsmallest(effort.finalists // 2, faster, key=estimates.__getitem__)
 
 
-def _add_with_slacks(
-    found: dict[Candidate, float], incumbent: Incumbent, candidates: Sequence[Candidate], wanted: int
-) -> None:
-    """Adds the candidates with their estimates to those found, and with as many microbatches in flight as their links
-    need, or under other schedules, where that shortens the estimate and likely fits. The best first: candidates whose
-    estimate would be above those of `wanted` unlike ones in any case stay as they are."""
+def with_slacks(incumbent: Incumbent, candidates: Sequence[Candidate]) -> dict[Candidate, float]:
+    """The candidates with their estimates, and with as many microbatches in flight as their links need, or under other
+    schedules, where that shortens the estimate and likely fits."""
     problem, costs = incumbent.problem, incumbent.costs
-    found.update(zip(candidates, costs.estimate(candidates), strict=True))
     modes: list[dict[str, Any]] = [{"pattern": Pattern(schedule)} for schedule in problem.other_schedules]
     if problem.schedule == "1f1b":
         modes += [{"extra_in_flight": 1}]
@@ -246,22 +222,7 @@ def _add_with_slacks(
             for own in problem.other_schedules
             for more in EXTRA_IN_FLIGHT[own]
         ]
-    ranked = sorted((candidate for candidate in candidates if len(candidate.stages) > 1), key=costs.seconds)
-    shortest: dict[object, float] = {}  # estimate of every arrangement of units
-    _note_shapes(shortest, found, found)
-    for start in range(0, len(ranked), AT_ONCE):
-        limit = heapq.nsmallest(wanted, shortest.values())[-1] if len(shortest) >= wanted else float("inf")
-        near = [candidate for candidate in ranked[start : start + AT_ONCE] if costs.of(candidate).floor < limit]
-        others = {candidate: [replace(candidate, **mode) for mode in modes] for candidate in near}
-        costs.estimate(other for own in others.values() for other in own)
-        for candidate, own in others.items():
-            better = [other for other in own if costs.is_faster(other, costs.seconds(candidate))]
-            found.update((other, costs.seconds(other)) for other in better)
-            _note_shapes(shortest, found, better)
-
-
-def _note_shapes(
-    shortest: dict[object, float], found: Mapping[Candidate, float], candidates: Iterable[Candidate]
-) -> None:
-    for candidate in candidates:
-        shortest[candidate.shape] = min(found[candidate], shortest.get(candidate.shape, float("inf")))
+    others = {replace(own, **mode): own for mode in modes for own in candidates if len(own.stages) > 1}
+    costs.estimate([*candidates, *others])
+    faster = [other for other, own in others.items() if costs.is_faster(other, costs.seconds(own))]
+    return {own: costs.seconds(own) for own in [*candidates, *faster]}

@@ -130,8 +130,7 @@ def _next(own: ReplicaGroup, problem: Problem, step: int) -> int:
 
 
 def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Iterator[Candidate]:
-    """Another recompute, ZeRO level or offload in one stage or in all, another schedule, more microbatches in flight,
-    samples by stage or by chain."""
+    """Another recompute, ZeRO level or offload in one stage or in all, another schedule, more microbatches in flight."""
     everywhere = range(len(candidate.stages))
     for recompute in problem.recomputes:
         for chosen in _ones_and_all(stages, everywhere):
@@ -166,7 +165,6 @@ def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Ite
         for level in _levels(candidate.pattern.schedule):
             if level != candidate.extra_in_flight:
                 yield replace(candidate, extra_in_flight=level)
-    yield replace(candidate, alike=not candidate.alike)
 
 
 def _levels(schedule: ScheduleName) -> tuple[int, ...]:

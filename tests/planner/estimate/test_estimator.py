@@ -76,16 +76,6 @@ def test_no_estimate_is_below_what_the_busiest_replica_computes() -> None:
         ]
 
 
-def test_no_microbatches_in_flight_and_neither_schedule_bring_an_estimate_below_its_floor() -> None:
-    asked, candidates = problem(), every_candidate()
-    estimator = Estimator(asked)
-    for candidate in candidates:
-        for extra_in_flight in (False, True):
-            for schedule in ("1f1b", "zero_bubble"):
-                other = replace(candidate, extra_in_flight=extra_in_flight, pattern=Pattern(schedule))  # type: ignore[arg-type]
-                assert estimator.of(candidate).floor <= estimator.seconds(other) * (1 + 1e-12)
-
-
 @pytest.mark.parametrize("gbps", [0.1, 0.2, 2.0])
 @pytest.mark.parametrize("pattern", [Pattern("interleaved", 2), Pattern("interleaved", 4), Pattern("ministages", 4)])
 def test_chunks_over_slow_links_are_estimated_as_they_are_predicted(pattern: Pattern, gbps: float) -> None:

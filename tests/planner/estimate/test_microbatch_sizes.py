@@ -46,7 +46,7 @@ def test_candidates_over_memory_are_made_to_fit_with_the_largest_microbatches():
     incumbent.evaluator.microbatches_left = 10**6
     found = 0
     table = replace(tabulate(problem, incumbent.costs.unit_costs), memory_counts=False)
-    for candidate in best_cuts(problem, table, 60).cuts:
+    for candidate in best_cuts(problem, table, 60):
         if incumbent.costs.likely_fits(candidate) or (smaller := fitted(candidate, incumbent.costs)) is None:
             continue
         found += 1

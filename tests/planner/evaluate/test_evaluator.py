@@ -39,7 +39,7 @@ def test_a_plan_is_evaluated_once_for_all_candidates_that_mean_it():
     problem = mixed()
     incumbent = incumbent_of(problem)
     (evaluation, *_) = [v for v in every_plan(problem) if len(v.plan.stages) == 1]
-    one, other = (incumbent.consider(replace(evaluation.candidate, alike=alike)) for alike in (True, False))
+    one, other = (incumbent.consider(replace(evaluation.candidate, name=name)) for name in ("", "again"))
     assert one.plan is other.plan
     assert one.prediction is other.prediction
     assert one.candidate != other.candidate

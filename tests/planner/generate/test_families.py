@@ -3,7 +3,7 @@
 import pytest
 
 from hethub.planner.candidate.candidate import Candidate
-from hethub.planner.candidate.materialize import Replica, StageChoice, plan_of
+from hethub.planner.candidate.materialize import Replica, StageChoice, materialize, plan_of
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.families import FAMILIES
 from hethub.planner.generate.families.uniform import units_in_order
@@ -48,6 +48,16 @@ def whole_candidates(name: str, asked: Problem) -> list[Candidate]:
     return list(FAMILIES[name].propose_whole(asked, Estimator(asked)))
 
 
+def ministages(asked: Problem) -> list[PlanSpec]:
+    """The plans of Zorse's candidates in chunks."""
+    costs = Estimator(asked)
+    made = [
+        materialize(candidate, asked, costs.unit_costs.worker, None)
+        for candidate in FAMILIES["zorse"].propose_whole(asked, costs)
+    ]
+    return [plan for plan in made if plan is not None]
+
+
 def checked(asked: Problem, plan: PlanSpec) -> Layout:
     layout = bind(plan, MODEL, asked.cluster)
     check_executable(layout)
@@ -86,10 +96,7 @@ def test_cephalo_divides_state_by_memory_and_samples_by_speed() -> None:
 
 def test_zorse_cuts_stages_into_ministages_and_offloads_only_where_memory_asks_for_it() -> None:
     extra_in_flight, tight = problem(), problem(memories=(0.085, 0.085), recompute="full")
-    found = [
-        [candidate.plan for candidate in whole_candidates("zorse", asked) if candidate.plan]
-        for asked in (extra_in_flight, tight)
-    ]
+    found = [ministages(asked) for asked in (extra_in_flight, tight)]
     for asked, plans in zip((extra_in_flight, tight), found, strict=True):
         assert plans
         for plan in plans:
@@ -102,9 +109,9 @@ def test_zorse_cuts_stages_into_ministages_and_offloads_only_where_memory_asks_f
 
 def test_ministages_keep_to_a_given_micro_batch() -> None:
     """By speed alone the slow replicas had fewer samples than it, and every plan was refused."""
-    plans = [candidate.plan for candidate in whole_candidates("zorse", problem(batch=16, micro_batch=4))]
+    plans = ministages(problem(batch=16, micro_batch=4))
     assert plans
-    assert all(r.micro_batch == 4 for plan in plans if plan for stage in plan.stages for r in stage.replicas)
+    assert all(r.micro_batch == 4 for plan in plans for stage in plan.stages for r in stage.replicas)
 
 
 @pytest.mark.parametrize(("schedule", "zero"), [("layered", 3), ("1f1b", 3), ("1f1b", 2)])

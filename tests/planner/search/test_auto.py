@@ -41,7 +41,7 @@ def test_the_cuts_with_the_shortest_estimates_are_looked_at_in_every_mode(monkey
 
     monkeypatch.setattr(modes, "propose", propose)
     in_modes(incumbent, effort, table, [])
-    found = best_cuts(problem, replace(table, memory_counts=False), effort.cuts, by_depth=True).cuts
+    found = best_cuts(problem, replace(table, memory_counts=False), effort.cuts, by_depth=True)
     others = [own for own in found if own.shape not in {c.shape for c in looked_at}]
     costs.estimate(others)
     assert len(looked_at) == MOST_CUTS
@@ -52,12 +52,12 @@ def test_the_cuts_with_the_shortest_estimates_are_looked_at_in_every_mode(monkey
 def test_of_each_number_of_stages_only_some_cuts_are_kept():
     problem = wide()
     table = tabulate(problem, incumbent_of(problem).costs.unit_costs)
-    depths = Counter(len(own.stages) for own in best_cuts(problem, table, 64, by_depth=True).cuts)
+    depths = Counter(len(own.stages) for own in best_cuts(problem, table, 64, by_depth=True))
     assert len(depths) > 4
     assert (
         max(depths.values())
         <= PER_SORT
-        < max(Counter(len(own.stages) for own in best_cuts(problem, table, 64).cuts).values())
+        < max(Counter(len(own.stages) for own in best_cuts(problem, table, 64)).values())
     )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.generate.families import cephalo, hethub, ministages, poplar, uniform, zorse
+from hethub.planner.generate.families import cephalo, hethub, poplar, uniform, zorse
 from hethub.planner.problem.problem import Problem
 
 
@@ -18,21 +18,19 @@ def _none(problem: Problem, costs: Estimator, *, limit_seconds: float = float("i
 
 
 class Family(NamedTuple):
-    """A system's plans for a problem and costs: candidates that the search may move about, and whole plans with its own
-    schedule, rounds or offloading, which are evaluated as they stand. Each of these takes the predictor's memory to make, so
-    none is made that is proved to take `limit_seconds`. `ranked`: they come in the order of the system's own estimate.
-    `are_pure_cuts`: the former are the best cuts of one device type a stage, which a search makes anyway."""
+    """A system's plans for a problem and costs: candidates that the search may move about, and plans with its own
+    schedule, rounds or offloading, which are evaluated as they are. Each of these takes the predictor's memory to make, so
+    none is made that is proved to take `limit_seconds`. They come in the order of the system's own estimate, or of what they
+    compute at least."""
 
     propose: Callable[[Problem, Estimator], Iterable[Candidate]] = _none
     propose_whole: Callable[..., Iterable[Candidate]] = _none
-    ranked: bool = False
-    are_pure_cuts: bool = False
 
 
 FAMILIES: dict[str, Family] = {
     "uniform": Family(uniform.propose),
-    "hethub": Family(hethub.propose, are_pure_cuts=True),
-    "poplar": Family(poplar.propose, poplar.propose_whole, ranked=True),
+    "hethub": Family(hethub.propose),
+    "poplar": Family(poplar.propose, poplar.propose_whole),
     "cephalo": Family(propose_whole=cephalo.propose_whole),
-    "zorse": Family(zorse.propose, ministages.propose_whole, ranked=True),
+    "zorse": Family(zorse.propose, zorse.propose_in_chunks),
 }

@@ -24,9 +24,13 @@ ATTEMPTS = 12  # at samples that leave every rank room
 ROUNDING = 0.985
 
 
-def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:
+def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = float("inf")) -> list[Candidate]:
     """A candidate per recompute and offload, with the largest micro-batches whose state can be cut so that all fit;
-    none that would compute as long as the limit."""
+    none that would compute as long as the limit. Those that compute least first."""
+    return sorted(_every(problem, costs, limit_seconds), key=costs.least)
+
+
+def _every(problem: Problem, costs: Estimator, limit_seconds: float) -> Iterator[Candidate]:
     zero, unit_costs = max(problem.zeros), costs.unit_costs
     if (
         problem.constraints.tp not in (None, 1)

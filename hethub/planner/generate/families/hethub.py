@@ -7,7 +7,9 @@ from hethub.planner.generate.cuts import best_cuts
 from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.problem import Problem
 
+PURE_CUTS = 32
+
 
 def propose(problem: Problem, costs: Estimator) -> list[Candidate]:
     """The best cuts over orders of device types, TP degrees and DP degrees whose stages hold one device type each."""
-    return best_cuts(problem, tabulate(problem, costs.unit_costs), 1).pure
+    return best_cuts(problem, tabulate(problem, costs.unit_costs), PURE_CUTS, pure=True)

@@ -7,7 +7,7 @@ largest batch that it ends within the step's time; that time is searched. State 
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from heapq import nsmallest
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,10 +18,10 @@ from hethub.planner.candidate.samples import largest_able
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import ONLY
-from hethub.planner.estimate.memory_probes import Mode, probe_for
+from hethub.planner.estimate.memory_probes import Mode
 from hethub.planner.generate.families.uniform import units_in_order
-from hethub.planner.generate.families.whole import candidate_of, held_alone, meeting_seconds, shared_bytes
-from hethub.planner.problem.problem import Problem, Unit
+from hethub.planner.generate.families.whole import candidate_of, meeting_seconds
+from hethub.planner.problem.problem import Problem
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
 
@@ -69,20 +69,26 @@ def _is_allowed(problem: Problem) -> bool:
 
 def _peak(problem: Problem, unit_costs: UnitCosts, device_type: int, recompute: Recompute, zero: int) -> int | None:
     """The micro-batch at which an accelerator of the device type is fastest among those that fit; None where none does."""
-    layers = problem.model.layers
-    capacity, shards = problem.capacity(device_type), problem.size if zero else 1
-    mode = Mode(recompute, problem.usual_zero)
-    memory = {b: unit_costs.coefficients(device_type, 1, b, mode) for b in problem.micro_batches}
-    fitting = [
-        b for b, own in memory.items() if own.fixed(layers, 1, ONLY) + own.state(layers, ONLY) / shards <= capacity
-    ]
     most = -(-problem.batch.global_batch // problem.size) * 4  # beyond a few even shares nobody gets a whole microbatch
-    able = [b for b in fitting if b <= problem.at_most(device_type, most)]
-    return max(
-        able,
-        key=lambda b: b / unit_costs.rate(device_type, 1, b, recompute).microbatch(layers, True, True).total,
-        default=None,
-    )
+    mode = Mode(recompute, zero)
+    able = [
+        b
+        for b in problem.micro_batches
+        if b <= problem.at_most(device_type, most) and _fits(problem, unit_costs, device_type, mode, b)
+    ]
+    return max(able, key=lambda b: b / _seconds(problem, unit_costs, device_type, recompute, b), default=None)
+
+
+def _seconds(problem: Problem, unit_costs: UnitCosts, device_type: int, recompute: Recompute, batch: int) -> float:
+    """Of a microbatch on the whole model."""
+    return unit_costs.rate(device_type, 1, batch, recompute).microbatch(problem.model.layers, True, True).total
+
+
+def _fits(problem: Problem, unit_costs: UnitCosts, device_type: int, mode: Mode, batch: int) -> bool:
+    """Whether an accelerator of the device type has memory for microbatches of that size beside its part of the state."""
+    own, layers = unit_costs.coefficients(device_type, 1, batch, mode), problem.model.layers
+    shared = own.state(layers, ONLY) / (problem.size if mode.zero else 1)
+    return own.fixed(layers, 1, ONLY) + shared <= problem.capacity(device_type)
 
 
 class _Steps(NamedTuple):
@@ -102,7 +108,7 @@ def _shared_steps(
     fast = [steps for steps in _every_step(problem, unit_costs, recompute, zero, widest) if steps.least < limit_seconds]
     if not fast:
         return set()
-    tops = _largest_fitting(problem, recompute, zero)
+    tops = _largest_fitting(problem, unit_costs, recompute, zero)
     if any(top < min(steps.batches[k] for steps in fast) for k, top in enumerate(tops)):
         return set()
     return set(_every_step(problem, unit_costs, recompute, zero, tops))
@@ -114,11 +120,7 @@ def _every_step(
     """Every micro-step time with the largest batches that end within it, up to `tops` by device type."""
     total, fixed = problem.batch.global_batch, problem.constraints.micro_batch
     curves = [
-        {
-            b: unit_costs.rate(k, 1, b, recompute).microbatch(problem.model.layers, True, True).total
-            for b in range(1, top + 1)
-        }
-        for k, top in enumerate(tops)
+        {b: _seconds(problem, unit_costs, k, recompute, b) for b in range(1, top + 1)} for k, top in enumerate(tops)
     ]
     # When microbatches of all sizes end, ascending, and the largest that has ended by then.
     ordered = [sorted((seconds, size) for size, seconds in curve.items()) for curve in curves]
@@ -160,19 +162,9 @@ def _largest_allowed(problem: Problem, device_type: int) -> int:
     return problem.constraints.micro_batch or problem.at_most(device_type, widest)
 
 
-def _largest_fitting(problem: Problem, recompute: Recompute, zero: int) -> list[int]:
+def _largest_fitting(problem: Problem, unit_costs: UnitCosts, recompute: Recompute, zero: int) -> list[int]:
     """By device type, the largest micro-batch with which its ranks fit, by bisection; 0 where none does."""
-    probes = [probe_for(device_type.accelerator) for device_type in problem.device_types]
-    part = shared_bytes(problem, zero) / problem.size
-
-    @cache
-    def alone(like: int, batch: int) -> float:
-        # Twice: a microbatch's last reduction goes on beside the next one.
-        replica = Replica(Unit(like, (0,)), batch, 2 * batch)
-        return held_alone(problem, "1f1b", StageChoice([replica], zero, recompute))[0].alone
-
-    def fits(device_type: int, batch: int) -> bool:
-        like = probes.index(probes[device_type])  # memory tells no more apart
-        return alone(like, batch) + part <= problem.capacity(device_type)
-
-    return [largest_able(partial(fits, k), _largest_allowed(problem, k)) for k in range(len(probes))]
+    return [
+        largest_able(partial(_fits, problem, unit_costs, k, Mode(recompute, zero)), _largest_allowed(problem, k))
+        for k in range(len(problem.device_types))
+    ]

@@ -1,21 +1,36 @@
 """`zorse`: Zorse's plans (arXiv 2507.10392). Groups of machines by a minimum k-cut of the bandwidth graph, a stage per
-group, layers in proportion to its speed, no TP, unlike accelerators of a stage with samples in proportion to speed."""
+group, layers in proportion to its speed, no TP, unlike accelerators of a stage with samples in proportion to speed.
+
+Its ministages: every group holds several chunks of layers, and all microbatches pass one before the next, with ZeRO-2
+inside a group and, where memory asks for it, what layers keep, parameters or optimizer state in host memory: what is
+resident is then a chunk or two, not the stage.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
+from itertools import islice
 
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup
+from hethub.planner.candidate.materialize import materialize
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.families.uniform import groups_of, units_in_order
 from hethub.planner.problem.problem import Problem, Unit
-from hethub.spec.plan import Recompute
-from hethub.spec.ranges import split_by_shares
+from hethub.predictor.memory.ranks import all_fit, rank_memory
+from hethub.spec.layout.bind import Layout
+from hethub.spec.plan import Offload, Recompute
+from hethub.spec.ranges import split, split_by_shares
 
 MOST_NODES = 48  # of the graph: with more machines, neighbours of one device type are one node
+MOST_TRIED = 24  # in chunks
+CHUNKS = (2, 3, 4, 6, 8, 12, 16)  # of a stage: beyond, what is resident hardly falls
+LADDER: tuple[Offload, ...] = ("activations", "parameters", "optimizer")  # to host memory, one after the other
+# Times the limit: of 335 plans on seven clusters none was estimated to take more than 1.42 times its prediction.
+FAR = 1.5
 
 
 def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
@@ -35,6 +50,65 @@ def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
                 groups = {own: groups_of(problem, dict(own), micro_batch) for own in set(sorts)}
                 for recompute in problem.recomputes:
                     yield _candidate(problem, costs.unit_costs, [groups[own] for own in sorts], recompute)
+
+
+def propose_in_chunks(
+    problem: Problem, costs: Estimator, *, limit_seconds: float = float("inf")
+) -> Iterator[Candidate]:
+    """These candidates as ministages: of every arrangement the number of chunks that takes least by a rough estimate, and the
+    least in host memory with which it fits; none that must take as long as the limit or is estimated far beyond it."""
+    if "ministages" not in problem.schedules:
+        return
+    zero = max((z for z in problem.zeros if z <= 2), default=0)
+    rough = {
+        _in_chunks(own, chunks, zero, count): (seconds, count)
+        for own in propose(problem, costs)
+        if costs.least(own) < limit_seconds
+        for chunks in CHUNKS
+        if chunks <= min(stage.layers for stage in own.stages)
+        and (seconds := _seconds_in_chunks(costs, own, chunks)) < FAR * limit_seconds
+        for count in range(len(LADDER) + 1)
+    }
+    costs.estimate(rough)
+    shapes = set()
+    for own in islice(sorted(filter(costs.likely_fits, rough), key=rough.__getitem__), MOST_TRIED):
+        if own.shape not in shapes and _fits(problem, costs, own):
+            shapes.add(own.shape)
+            yield own
+
+
+def _in_chunks(candidate: Candidate, chunks: int, zero: int, count: int) -> Candidate:
+    """With so much in host memory. Of activations layers' inputs alone are few enough for the way there."""
+    ladder = LADDER if candidate.stages[0].recompute == "full" else LADDER[1:]
+    stages = tuple([replace(stage, zero=zero, offload=ladder[:count]) for stage in candidate.stages])
+    return replace(candidate, stages=stages, pattern=Pattern("ministages", chunks))
+
+
+def _fits(problem: Problem, costs: Estimator, candidate: Candidate) -> bool:
+    """Whether it does by the predictor's memory."""
+    plan = materialize(candidate, problem, costs.unit_costs.worker, None)
+    if plan is None:
+        return False
+    layout = Layout(plan, problem.model, problem.cluster)
+    return all_fit(layout, rank_memory(layout), problem.constraints.reserve)
+
+
+def _seconds_in_chunks(costs: Estimator, candidate: Candidate, chunks: int) -> float:
+    """Chunk after chunk at the pace of the slowest stage, whose sums come behind its microbatches, and a microbatch through
+    all."""
+    unit_costs, every = costs.unit_costs, 0.0
+    num_bytes = costs.problem.model.layer_parameters * (unit_costs.width + unit_costs.gradient_width)
+    sizes = [[part.size for part in split(stage.layers, chunks)] for stage in candidate.stages]
+    paces = []  # of a layer, with its collectives
+    for index, (stage, (first, *_)) in enumerate(zip(candidate.stages, sizes, strict=True)):
+        layer = [
+            unit_costs.rate(own.device_type, 1, own.micro_batch, stage.recompute).layer.total for own in stage.groups
+        ]
+        each = zip(stage.groups, layer, costs.samples(candidate, index), strict=True)
+        latency, per_byte = costs.times.collective(stage.groups) if stage.replicas > 1 else (0.0, 0.0)
+        paces.append(max(samples / own.micro_batch * s for own, s, samples in each) + latency + per_byte * num_bytes)
+        every += first * max(layer)
+    return every + sum(max(n * pace for n, pace in zip(own, paces, strict=True)) for own in zip(*sizes, strict=True))
 
 
 Part = tuple[int, ...]  # a group of the graph's nodes
@@ -146,7 +220,7 @@ def _candidate(
         CandidateStage(1 + more, groups, recompute, problem.usual_zero)
         for more, groups in zip(extra, stages, strict=True)
     ]
-    return Candidate(tuple(formed), alike=False, pattern=Pattern(problem.schedule))
+    return Candidate(tuple(formed), pattern=Pattern(problem.schedule))
 
 
 def _speed(unit_costs: UnitCosts, groups: tuple[ReplicaGroup, ...], recompute: Recompute) -> float:
