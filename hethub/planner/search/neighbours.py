@@ -45,6 +45,7 @@ def _changed(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candid
         yield (with_room(near) for near in _even_microbatches(candidate, costs, some))
     yield _made_to_fit(_modes(candidate, problem, some), costs)
     yield _groups(candidate, problem, pairs)
+    yield _made_to_fit(_more_replicas(candidate, problem, some), costs)
     yield _made_to_fit(_degrees(candidate, problem, some), costs)
     if problem.constraints.pp is None and problem.constraints.dp is None:
         yield _made_to_fit(_depths(candidate, problem), costs)
@@ -198,6 +199,22 @@ def _groups(candidate: Candidate, problem: Problem, pairs: list[tuple[int, int]]
                     for sizes in dict.fromkeys((now, now[::-1], (min(now),) * 2)):
                         one_size, two_size = map(problem.at_most, (one.device_type, two.device_type), sizes[::-1])
                         yield _exchanged(candidate, (a, one, one_size), (b, two, two_size))
+
+
+def _more_replicas(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Iterator[Candidate]:
+    """A replica of accelerators that are unused, in one of the stages, with a microbatch of its others or half of one."""
+    if problem.constraints.dp is not None:
+        return
+    groups = [own for stage in candidate.stages for own in stage.groups]
+    for device_type, each in enumerate(problem.device_types):
+        left = each.size - sum(own.number * own.tp for own in groups if own.device_type == device_type)
+        for tp in (tp for tp in problem.degrees_of(device_type) if tp <= left):
+            for index in stages:
+                stage = candidate.stages[index]
+                sizes = [size for own in stage.groups for size in (own.micro_batch, max(1, own.micro_batch // 2))]
+                for size in dict.fromkeys(problem.at_most(device_type, size) for size in sizes):
+                    more = [*stage.groups, ReplicaGroup(device_type, tp, size, 1)]
+                    yield candidate.with_stages({index: stage.with_groups(more)})
 
 
 def _degrees(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Iterator[Candidate]:

@@ -32,8 +32,9 @@ def compare(seed: int, size: int, global_batch: int = 6, layers: int = 6) -> Com
     return Comparison(auto, exhaustive(question, start=auto))
 
 
-# The last one's optimum divides its state among unlike replicas, since what was thought to fit does not.
-FEW = (*range(12), 30128)
+# One's optimum divides its state among unlike replicas, since what was thought to fit does not; the other's takes up an
+# accelerator that was left unused (9.5 %).
+FEW = (*range(12), 30128, 64138)
 WORST = 1.02  # times the optimum, as is asked
 LARGER = [pytest.param(seed, 4, marks=pytest.mark.slow) for seed in range(4)]
 
