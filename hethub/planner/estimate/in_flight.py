@@ -51,15 +51,16 @@ def _upper(count: int) -> np.ndarray:
 
 
 def default_in_flight(microstep: np.ndarray) -> np.ndarray:
-    """About how many microbatches each stage holds by default: what the one below does and one more of its
-    microbatches."""
+    """How many microbatches each stage holds by default: what is under way below beside the largest microbatch of both, and
+    one more of that below. Of one replica a stage whose sizes divide each other so many as `in_flight_limits` says."""
     depth = microstep.shape[1]
     held = np.repeat(np.arange(depth, 0.0, -1.0)[None], len(microstep), axis=0)
     unlike = (microstep != microstep[:, :1]).any(axis=1)
     if unlike.any():
         own, some = held[unlike], microstep[unlike]
         for s in range(depth - 2, -1, -1):
-            own[:, s] = np.maximum(1, np.ceil((own[:, s + 1] + 1) * some[:, s + 1] / some[:, s]))
+            under_way = np.maximum(some[:, s], some[:, s + 1]) + own[:, s + 1] * some[:, s + 1]
+            own[:, s] = np.ceil(under_way / some[:, s])
         held[unlike] = own
     return held
 

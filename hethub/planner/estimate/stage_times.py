@@ -67,7 +67,7 @@ class StageTimes:
         # Seconds until a rank's part of its host is full.
         self._host_filled = np.append(self._host_bytes[:-1] * self.host_seconds, 1.0)
         self._overlap = np.append(np.where(on_cpu, 1.0, fit["overlap_cost"]), 0.0)
-        self._beside_step = np.append(np.where(on_cpu | (not real), 0.0, fit["overlap_cost"]), np.inf)
+        self._beside_step = np.append(self._overlap[:-1] * real, np.inf)
 
     def divided(self, stages: Sequence[Placed]) -> Division:
         """How the stages divide the samples."""
@@ -238,7 +238,7 @@ class StageTimes:
         )
 
     def _slowed(self, own: Side, found: StageEstimate) -> np.ndarray:
-        """[stage]: by how much a step's one reduction slows the backward that hides it; CPUs as they were measured."""
+        """[stage]: by how much a step's one reduction slows the backward that hides it, of CPUs as long as it takes."""
         cost = self._beside_step[own.device_types].min(axis=1)
         once = (own.zero < 2) & (own.replicas > 1)
         one_sample = np.where(own.numbers > 0, own.backward / own.micro_batches, np.inf).min(axis=1)

@@ -1,6 +1,8 @@
 """Microbatches in flight by estimate: round trips over stages with microbatches of like and unlike sizes, and what
 hides them."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,8 @@ from hethub.planner.estimate.in_flight import (
 from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
+from hethub.spec.plan import PlanSpec
+from hethub.spec.schedule.in_flight import in_flight_limits
 from tests.oracle.question import random_question
 from tests.planner.problems import TINY, cluster, incumbent_of
 
@@ -58,10 +62,17 @@ def test_candidates_estimated_together_are_estimated_as_alone():
         assert np.allclose(np.triu(together[index]), np.triu(alone), rtol=1e-12)
 
 
-def test_default_flights_are_the_depth_where_microbatches_are_alike():
-    assert flights_of([2, 2, 2, 2]) == [4, 3, 2, 1]
-    assert flights_of([4, 1]) == [1, 1]
-    assert flights_of([1, 4]) == [8, 1]
+@pytest.mark.parametrize("sizes", [*product((1, 2, 4, 8), repeat=3), (2, 2, 2, 2), (6, 4)])
+def test_default_flights_are_those_of_the_schedule(sizes):
+    """Above smaller microbatches one too few was estimated (of 4 above 1 one, where two are held), and so up to 1.5 times
+    the step."""
+    stages = [
+        {"layers": [[index, index + 1]], "replicas": [{"ranks": [index], "micro_batch": size, "samples": 240}]}
+        for index, size in enumerate(sizes)
+    ]
+    plan = {"model": "m", "cluster": "c", "global_batch": 240, "seq_len": 16, "precision": "fp32", "stages": stages}
+    limits = in_flight_limits(PlanSpec.model_validate(plan))
+    assert [[held] for held in flights_of(list(sizes))] == limits
 
 
 @pytest.mark.parametrize("microsteps", [(2, 2, 2), (4, 2, 1), (1, 2, 4), (3, 5, 2)])
