@@ -102,5 +102,5 @@ class OffloadedTensors:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """They, on the device."""
+        """The tensors, on the device."""
         return tuple([self._layer.unpack(packed).detach() for packed in self._packed])
