@@ -12,7 +12,7 @@ from hethub.planner.generate.modes import patterns
 from hethub.planner.problem.problem import OFFLOADED, Problem
 from hethub.spec.plan import ScheduleName
 
-MOST_NUDGED = 8  # accelerators: beyond, samples stay divided by speed
+MOST_NUDGED = 8  # accelerators: beyond, samples stay divided by speed, and none that is unused joins a stage
 MOST_PAIRED = 8  # stages: beyond, only the slowest stage is paired with the others
 
 
@@ -45,11 +45,11 @@ def _changed(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candid
         yield (with_room(near) for near in _even_microbatches(candidate, costs, some))
     yield _made_to_fit(_modes(candidate, problem, some), costs)
     yield _groups(candidate, problem, pairs)
-    yield _made_to_fit(_more_replicas(candidate, problem, some), costs)
     yield _made_to_fit(_degrees(candidate, problem, some), costs)
     if problem.constraints.pp is None and problem.constraints.dp is None:
         yield _made_to_fit(_depths(candidate, problem), costs)
     if problem.size <= MOST_NUDGED:
+        yield _made_to_fit(_more_replicas(candidate, problem, some), costs)
         yield nudges(candidate)
 
 
