@@ -260,7 +260,7 @@ def exhaustive(number: int, first: int, accelerators: tuple[int, ...] = (3, 4), 
         f"{number} clusters: {points:,} points; {timed:,} left by the bounds and timed action by action, {predicted:,} "
         "predicted; the others have a bound no shorter than the optimum"
     )
-    for size, own in slower.items():
+    for size, own in ((size, own) for size, own in slower.items() if own):
         near = 100.0 * sum(ratio <= NEAR for ratio in own) / len(own)
         verdict(f"{len(own)} of {size} accelerators, within 0.5 % of the optimum", near, 95.0, unit=" %")
         verdict("auto over the optimum, worst", max(own), 1.02, at_most=True, unit="x")
