@@ -23,6 +23,7 @@ from hethub.commands.train import AGAIN, STOPPED, add_run, check_given
 from hethub.spec.errors import BadInput, RunFailed, asked_by
 
 if TYPE_CHECKING:
+    from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import Job
 
 
@@ -58,14 +59,14 @@ def launch(options: argparse.Namespace) -> int:
     from hethub.spec.job import load_job
 
     job = load_job(options.job, options.set)
-    _check_named(options, job)
+    cluster = known_cluster(job)
+    _check_named(options, job, cluster)
     extra = [word for override in options.set for word in ("--set", override)]
     named = {
         "--plan": options.plan, "--profile": options.profile, "--run-dir": options.run_dir, "--resume": options.resume,
     }  # fmt: skip
     extra += [word for name, path in named.items() if path is not None for word in (name, str(path))]
     extra += ["--accept-changes"] if options.accept_changes else []
-    cluster = known_cluster(job)
     with asked_by(job.base / job.spec.cluster):
         starts = launch_commands(options.job, cluster, options.launcher, extra)
     if options.dry_run:
@@ -84,7 +85,7 @@ def launch(options: argparse.Namespace) -> int:
     return code
 
 
-def _check_named(options: argparse.Namespace, job: "Job") -> None:
+def _check_named(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec") -> None:
     """Raises BadInput where the plan, the profile or the run that the ranks are to take is not there, or is for another
     job: once, before any of them starts."""
     from hethub.predictor.cost.profile import profile_for
@@ -93,8 +94,7 @@ def _check_named(options: argparse.Namespace, job: "Job") -> None:
     from hethub.spec.layout.bind import bind_file
     from hethub.spec.program import load_program_plan
 
-    cluster, file = known_cluster(job), options.plan or job.plan_path
-    is_program = is_program_job(job, options.plan)
+    file, is_program = options.plan or job.plan_path, is_program_job(job, options.plan)
     check_given(options, by_itself=options.resume == AUTO, is_program=is_program)
     if options.resume not in (None, AUTO) and not (folder := run_and_step(options.resume)[0]).is_dir():
         RunFolder(folder).check_resumable()

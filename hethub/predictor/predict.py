@@ -183,10 +183,9 @@ def _name_of(link: Resource, cluster: ClusterSpec) -> str:
         return f"The links from region '{start}' to '{end}'"
     if link.kind in OF_RANKS:
         return f"The {'links' if link.kind == 'port' else 'host copies'} of rank {link.owner}"
-    machines = [node.name for node in cluster.nodes for _ in range(node.count)]
     assert isinstance(link.owner, int)
     what = "host copies" if link.kind == "host" else "network interfaces"
-    return f"The {what} of machine {link.owner} ('{machines[link.owner]}')"
+    return f"The {what} of machine {link.owner} ('{cluster.machines[link.owner].name}')"
 
 
 LIMITS = 1.01  # times as long as without staging

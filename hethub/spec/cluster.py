@@ -272,10 +272,15 @@ class ClusterSpec(Spec):
         return self
 
     @cached_property
+    def machines(self) -> tuple[NodeSpec, ...]:
+        """The node type of every machine."""
+        return tuple(node for node in self.nodes for _ in range(node.count))
+
+    @cached_property
     def places(self) -> tuple[Place, ...]:
         """One entry per rank, in rank order."""
-        machines = [node for node in self.nodes for _ in range(node.count)]
-        slots = [(machine, local, node) for machine, node in enumerate(machines) for local in range(node.accelerators)]
+        machines = enumerate(self.machines)
+        slots = [(machine, local, node) for machine, node in machines for local in range(node.accelerators)]
         return tuple(Place(rank, *slot) for rank, slot in enumerate(slots))
 
     @property

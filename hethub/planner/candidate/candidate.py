@@ -99,8 +99,8 @@ EXTRA_IN_FLIGHT: dict[ScheduleName, tuple[int, ...]] = {"1f1b": (1,), "zero_bubb
 
 @dataclass(frozen=True)
 class Candidate:
-    """Stages in order. `extra_in_flight`, where memory allows: 0 the default; 1 as many microbatches as hide the links between stages; 2 as
-    many as a stage can send down until the first is back."""
+    """Stages in order. `extra_in_flight`, where memory allows: 0 the default; 1 as many microbatches as hide the links
+    between stages; 2 as many as a stage can send down until the first is back."""
 
     stages: tuple[CandidateStage, ...]
     extra_in_flight: int = 0

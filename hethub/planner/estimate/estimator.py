@@ -191,7 +191,7 @@ class Estimator:
     def _stages(self, rows: np.ndarray, blank: np.ndarray) -> StageEstimate:
         """Every stage of every candidate by itself."""
         stages = self._rows.figures(rows)
-        for work in (stages.busy, stages.least, stages.forward, stages.backward, stages.reduce, stages.tail):
+        for work in (stages.busy, stages.forward, stages.backward, stages.reduce, stages.tail):
             work[blank] = 0.0
         return stages
 

@@ -32,7 +32,6 @@ class StageEstimate(NamedTuple):
     reduction and what follows it."""
 
     busy: np.ndarray
-    least: np.ndarray  # the same on its microbatches alone
     forward: np.ndarray
     backward: np.ndarray  # what the microbatch above waits for
     covered: np.ndarray  # from when the last replica begins its last backward until the stage is through

@@ -85,7 +85,7 @@ class StageTimes:
         surely = room.free - (NEARLY - 1) * self._capacity[own.device_types]
         sure = np.trunc(surely / np.maximum(room.microbatch, 1.0)).min(axis=1)
         found = StageEstimate(
-            busy=division.least, least=division.least, forward=forward, backward=backward,
+            busy=division.least, forward=forward, backward=backward,
             covered=_covered(own, division), microbatches=microbatches,
             microstep=np.minimum((own.numbers * own.micro_batches).sum(axis=1), self.problem.batch.global_batch),
             reduce=reduce, tail=reduce * np.minimum(1.0, BUCKET_BYTES / num_bytes),

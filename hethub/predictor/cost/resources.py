@@ -48,7 +48,7 @@ class BetweenMachines:
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self.cluster, self.regions = cluster, cluster.links.regions
-        self.machines = [node for node in cluster.nodes for _ in range(node.count)]
+        self.machines = cluster.machines
 
     @cached_property
     def racks(self) -> dict[str, RackSpec]:

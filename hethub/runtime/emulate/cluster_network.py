@@ -20,10 +20,9 @@ class ClusterNetwork:
 
     def __init__(self, cluster: ClusterSpec, profile: ProfileSpec | None = None) -> None:
         self._network, self._places = Network(cluster, packaged(), profile), cluster.places
-        self._machines = [node for node in cluster.nodes for _ in range(node.count)]
         self._slots: dict[tuple[str, int, str], tuple[int, ...]] = {}
         self.num_interfaces = 0
-        for machine, node in enumerate(self._machines):
+        for machine, node in enumerate(cluster.machines):
             self._add("nic", machine, node.nics)
             self._add("bridge", machine, 1)
         for place in self._places:

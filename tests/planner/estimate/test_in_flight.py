@@ -62,7 +62,7 @@ def test_candidates_estimated_together_are_estimated_as_alone():
         assert np.allclose(np.triu(together[index]), np.triu(alone), rtol=1e-12)
 
 
-@pytest.mark.parametrize("sizes", [*product((1, 2, 4, 8), repeat=3), (2, 2, 2, 2), (6, 4)])
+@pytest.mark.parametrize("sizes", [*product((1, 2, 4, 8), repeat=3), (4, 1), (1, 4), (2, 2, 2, 2), (6, 4)])
 def test_default_flights_are_those_of_the_schedule(sizes):
     """Above smaller microbatches one too few was estimated (of 4 above 1 one, where two are held), and so up to 1.5 times
     the step."""
