@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,13 @@ BYTES_PER_STEP = 500  # the times and losses that the summary and the trace of t
 
 
 def look(folder, every, rank):
-    """Writes what this rank holds before every so-many-th update."""
+    """Writes what this rank holds before every so-many-th update.
+
+    What it says goes to a file: kept by the test, a line a step would count as held.
+    """
     from hethub.runtime.loop.trainer import Trainer
 
+    sys.stdout = Path(folder, f"said-{rank}").open("w")
     original, calls, found = Trainer._update, 0, []
 
     def update(self, *arguments, **named):
