@@ -35,8 +35,10 @@ CUDNN_ATTENTION = (9.0, 10.0)  # compute capabilities for which torch takes cuDN
 
 def adamw_bytes(precision: MathPrecision) -> float:
     """Bytes per parameter that AdamW reads and writes: gradient 3 times (zeroed, norm, step), master and two moments
-    read and written, the weight written in its precision."""
-    return 10.0 * max(4, element_bytes(precision))
+    read and written, and in a precision below the master's the weight, written."""
+    width = element_bytes(precision)
+    master = max(4, width)
+    return 9.0 * master + (width if width < master else 0.0)
 
 
 class PassSeconds(NamedTuple):

@@ -8,9 +8,9 @@ from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from hethub.predictor.cost.constants import packaged
-from hethub.predictor.cost.layer import Device, LayerCost
+from hethub.predictor.cost.layer import Device, LayerCost, adamw_bytes
 from hethub.predictor.cost.operators import Shape, layer_work
-from hethub.predictor.cost.software import HETHUB, Software, hethub_software
+from hethub.predictor.cost.software import HETHUB, MathPrecision, Software, hethub_software
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from tests.predictor.plans import LLAMA_8B
@@ -79,3 +79,12 @@ def test_gradients_are_added_up_inside_products_where_cublas_can(accelerator: st
     assert device.fit.gradient_bytes == num_bytes
     theirs = Device(find_accelerator(accelerator), "bf16", Software(gradient_pass_bytes=3.0), packaged())
     assert theirs.fit.gradient_bytes == 3.0
+
+
+@pytest.mark.parametrize(("precision", "weight"), [("bf16", 2), ("fp32", 0), ("fp64", 0)])
+def test_an_update_moves_what_adamw_reads_and_writes(precision: MathPrecision, weight: int) -> None:
+    """A master in fp32 at least, which is the weight where that is as wide."""
+    master = 8 if precision == "fp64" else 4
+    gradient = 3 * master  # zeroed, read for the norm, read by the step
+    state = 3 * 2 * master  # master and both moments, read and written
+    assert adamw_bytes(precision) == gradient + state + weight
