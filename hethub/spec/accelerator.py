@@ -1,7 +1,7 @@
 """Accelerators: what a data sheet says of one device, and the packaged catalogue of them."""
 
 import re
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Annotated, Literal
 
@@ -31,14 +31,16 @@ Positive = Annotated[float, Field(gt=0)]
 Figure = Annotated[float, Field(ge=1e-9, le=1e9)]
 
 
-def _reached(value: float) -> float:
-    if value > 1e5:
+def _reached(value: float, most: float = 1e5) -> float:
+    if value > most:
         raise ValueError(f"{value:g} is beyond physics, no device comes near; give it in the unit that the key names.")
     return value
 
 
 # Of one device or card: ten times what the fastest of 2026 reach, so that Mbit/s for Gbit/s or MB/s for GB/s are noticed.
 Rate = Annotated[Figure, AfterValidator(_reached)]
+# More than the largest hosts have, since a CPU rank may have one to itself, and less than 32 GB in MiB, as nvidia-smi counts.
+Memory = Annotated[Figure, AfterValidator(partial(_reached, most=3e4))]
 
 
 class AcceleratorSpec(Spec):
@@ -47,7 +49,7 @@ class AcceleratorSpec(Spec):
 
     name: str  # how plans, profiles and answers call it
     vendor: Vendor
-    memory_gb: Figure  # 2**30 bytes each, as data sheets of accelerators count
+    memory_gb: Memory  # 2**30 bytes each, as data sheets of accelerators count
     memory_gbytes_per_second: Rate  # of the device's own memory, as the data sheet says
     # Peaks are dense, of the data sheet (no sparsity); null: unknown or absent. This: half of fp32 is then assumed.
     fp64_tflops: Rate | None = None
