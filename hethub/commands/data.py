@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from hethub.commands.common import check_writable, command, need_torch, path
+from hethub.spec.errors import BadInput
 
 _RUN = "the folder that train printed, or one of its checkpoints, RUN_DIR/checkpoints/step-N"
 
@@ -70,15 +71,19 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--tokens", type=count, default=64, metavar="N", help="at most so many (default: 64)")
     text = "0: always the likeliest token (default); above, drawn, the more evenly the higher"
     parser.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help=text)
-    parser.add_argument("--seed", type=seed, default=0, metavar="S", help="of what is drawn (default: 0)")
+    parser.add_argument("--seed", type=seed, metavar="S", help="of what is drawn, with --temperature (default: 0)")
 
 
 def generate(options: argparse.Namespace) -> None:
+    if options.seed is not None and options.temperature == 0:
+        raise BadInput(
+            "--seed is of what is drawn, and nothing is at temperature 0; give a --temperature above 0, too."
+        )
     need_torch("generate")
     from hethub.runtime.checkpoint.generate import generate as go_on
 
     pieces = go_on(
-        options.run, options.prompt, tokens=options.tokens, temperature=options.temperature, seed=options.seed
+        options.run, options.prompt, tokens=options.tokens, temperature=options.temperature, seed=options.seed or 0
     )
     print(options.prompt, end="", flush=True)
     for piece in pieces:

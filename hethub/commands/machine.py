@@ -23,6 +23,7 @@ from hethub.commands.train import AGAIN, STOPPED, add_run, check_given
 from hethub.spec.errors import BadInput, RunFailed, asked_by
 
 if TYPE_CHECKING:
+    from hethub.runtime.doctor.machine import Finding
     from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import Job
 
@@ -88,23 +89,31 @@ def launch(options: argparse.Namespace) -> int:
 def _check_named(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec") -> None:
     """Raises BadInput where the plan, the profile or the run that the ranks are to take is not there, or is for another
     job: once, before any of them starts."""
-    from hethub.predictor.cost.profile import profile_for
     from hethub.runtime.run_folder import AUTO, RunFolder, run_and_step
+
+    check_given(options, by_itself=options.resume == AUTO, is_program=is_program_job(job, options.plan))
+    if options.resume not in (None, AUTO) and not (folder := run_and_step(options.resume)[0]).is_dir():
+        RunFolder(folder).check_resumable()
+    _check_plan(job, cluster, options.plan, options.profile)
+
+
+def _check_plan(job: "Job", cluster: "ClusterSpec | None", given: Path | None, profile: Path | None) -> None:
+    """Raises BadInput where plan or profile, given or the job's, are not there or are for another job."""
+    from hethub.predictor.cost.profile import profile_for
     from hethub.spec.job import load_plan_of
     from hethub.spec.layout.bind import bind_file
     from hethub.spec.program import load_program_plan
 
-    file, is_program = options.plan or job.plan_path, is_program_job(job, options.plan)
-    check_given(options, by_itself=options.resume == AUTO, is_program=is_program)
-    if options.resume not in (None, AUTO) and not (folder := run_and_step(options.resume)[0]).is_dir():
-        RunFolder(folder).check_resumable()
+    file, is_program = given or job.plan_path, is_program_job(job, given)
     if is_program:
         if file is not None:
             load_program_plan(file)
         return
-    profile_for(job, options.profile)
+    profile_for(job, profile)
     if file is not None:
-        bind_file(file, load_plan_of(job, file), job.model, cluster)
+        plan = load_plan_of(job, file)
+        if cluster is not None:
+            bind_file(file, plan, job.model, cluster)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -115,7 +124,7 @@ def _add_doctor(commands: Any) -> None:
         "Says what this machine has, or each rank under a launcher, what is missing and what to do.",
         "mpirun -n 4 hethub doctor",
     )
-    add_job_if_any(parser, "also check this job's files")
+    add_job_if_any(parser, "also check this job and the files that it names")
     text = "measure too, in up to ten minutes: communication, staging, every operator against fp64, memory, speed"
     parser.add_argument("--acceptance", action="store_true", help=text)
     text = "with --acceptance: write the results, to be sent in"
@@ -135,8 +144,9 @@ def doctor(options: argparse.Namespace) -> None:
         if options.out is not None:
             raise BadInput(f"--out {options.out} is where --acceptance writes its results; add --acceptance.")
         job = _job(options)
+        checked = [] if job is None else [_check_files(job)]
     if info.launcher == "alone":
-        findings = examine()
+        findings = [*examine(), *checked]
         if options.json:
             print_json({"findings": [finding.to_dict() for finding in findings]})
         else:
@@ -153,6 +163,18 @@ def doctor(options: argparse.Namespace) -> None:
         print_ranks(examined)
         print_findings(examined.findings)
     return None
+
+
+def _check_files(job: "Job") -> "Finding":
+    """That everything which the job names is there. Raises BadInput where it is not."""
+    from hethub.runtime.data.opening import check_files
+    from hethub.runtime.doctor.machine import Finding
+
+    _check_plan(job, job.cluster, None, None)
+    check_files(job.spec.data, job.base)
+    if job.spec.eval is not None:
+        check_files(job.spec.eval.data, job.base)
+    return Finding(what="job", state="ok", found=f"{job.path}, and the files that it names")
 
 
 def _job(options: argparse.Namespace, writes: Path | None = None) -> "Job | None":

@@ -45,7 +45,12 @@ def add(commands: Any) -> None:
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument("--deadline", metavar="DAYS", help="days from the first step to the last")
     limit.add_argument("--budget", metavar="MONEY", help="in the catalogue's currency")
-    parser.add_argument("--catalogue", type=path, metavar="FILE", help="node types, availability and prices")
+    parser.add_argument(
+        "--catalogue",
+        type=path,
+        metavar="FILE",
+        help="node types, how many can be had, prices (default: 16 nodes each of five types, without prices)",
+    )
     parser.add_argument("--have", type=path, metavar="CLUSTER.yaml", help="nodes owned, which cost nothing")
     add_calibrate(parser)
     parser.add_argument("--add", action="store_true", help="rank what to add next to the nodes owned")

@@ -69,9 +69,7 @@ def run(options: argparse.Namespace) -> int:
 def check_given(options: argparse.Namespace, *, by_itself: bool, is_program: bool) -> None:
     """Raises BadInput where what was given does not go together."""
     if options.resume is not None and options.run_dir is not None and not by_itself:
-        raise BadInput(
-            "--resume and --run-dir name two run folders; a resumed run goes on in its own. Give one of them."
-        )
+        raise BadInput("--resume names the run folder already, in which the run goes on; leave out --run-dir.")
     if is_program and options.profile is not None:
         raise BadInput("--profile is not taken by strategy hap, whose times are estimates; leave it out.")
     for named in (options.job, options.run_dir or options.resume or Path("runs")):

@@ -66,7 +66,8 @@ class Bottleneck(NamedTuple):
 
     def sentence(self) -> str:
         better = "" if self.constraint == TWICE else " 10 % better"
-        return f"{self.constraint}{better} makes the best plan {self.faster_percent:.1f} % faster"
+        gain = round(self.faster_percent, 1)
+        return f"{self.constraint}{better} makes the best plan {abs(gain):.1f} % {'slower' if gain < 0 else 'faster'}"
 
 
 class Unsearched(NamedTuple):

@@ -101,8 +101,8 @@ def _sentences(found: Sizing, question: Question) -> list[str]:
     wanted += [] if question.deadline_days is None else [f"in {question.deadline_days:g} days"]
     wanted += [] if question.budget is None else [f"for {question.budget:,.0f} {catalogue.currency}"]
     asked = f"{question.tokens:.4g} tokens {' and '.join(wanted)}".strip()
-    asked += ", beside what is owned" if question.have else ""
     chosen = best(found.options)
+    asked += ", beside what is owned" if question.have and (chosen is None or chosen.nodes) else ""
     if chosen is None:
         nearest = found.options[0]
         what, takes = ("fastest", "takes") if question.budget is None else ("cheapest", "costs")

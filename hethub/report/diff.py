@@ -24,7 +24,8 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanDiff:
-    """Differences of two plans and what is predicted of each; `slower_percent` is the second's step over the first's."""
+    """Differences of two plans and what is predicted of each. `slower_percent` is the second's time over the first's,
+    for a step or, where their batches differ, for a token; None between unlike models."""
 
     differences: tuple[Difference, ...]
     step_seconds: tuple[float, float]
@@ -34,8 +35,24 @@ class PlanDiff:
     tokens_per_second: tuple[float, float]
 
     @property
-    def slower_percent(self) -> float:
-        return 100.0 * (self.step_seconds[1] / self.step_seconds[0] - 1.0)
+    def unlike_models(self) -> bool:
+        """Whether tokens of the two cost unlike work, so that neither is faster. Of programs the name alone is known."""
+        names = {difference.key for difference in self.differences}
+        described = {
+            difference.key for difference in self.differences if None not in (difference.first, difference.second)
+        }
+        return "model" in names or any(key.startswith("job.model.") for key in described)
+
+    @property
+    def unlike_batches(self) -> bool:
+        return any(difference.key in ("global_batch", "seq_len") for difference in self.differences)
+
+    @property
+    def slower_percent(self) -> float | None:
+        if self.unlike_models:
+            return None
+        first, second = self.tokens_per_second
+        return 100.0 * (first / second - 1.0)
 
     def parts(self) -> dict[str, float]:
         """Seconds that each part of the step takes longer in the second plan."""
@@ -93,23 +110,30 @@ def print_diff(result: PlanDiff) -> None:
     for difference in result.differences:
         table.add_row(difference.key, difference.first or "", difference.second or "")
     console.print(table if result.differences else "the plans are equal")
-    first, second = result.step_seconds
-    rates, slower = result.tokens_per_second, result.slower_percent
-    asked = f"step {first:.4g} s and {second:.4g} s"
-    if any(difference.key in ("global_batch", "seq_len") for difference in result.differences):
-        slower = 100.0 * (rates[0] / rates[1] - 1.0)
-        asked += f" of unlike batches, {rates[0]:,.0f} and {rates[1]:,.0f} tokens/s"
-    faster = 100.0 * (1.0 / (1.0 + slower / 100.0) - 1.0)  # as a rate, as `plan --explain` says it
-    beside = f"the second is {slower:.1f} % slower" if slower > 0 else f"the second is {faster:.1f} % faster"
-    console.print(f"{asked}: {beside if abs(slower) >= 0.05 else 'both are as fast'}")
+    console.print(_speeds(result))
+    first = result.step_seconds[0]
     parts = {part: seconds for part, seconds in result.parts().items() if abs(seconds) > 1e-6 * first}
-    if parts:
+    if parts and not result.unlike_models:
         console.print(f"of which {', '.join(f'{part} {seconds:+.4g} s' for part, seconds in parts.items())}")
     one, two = (size / 2**30 for size in result.memory_bytes)
     console.print(f"the fullest rank needs {one:.2f} and {two:.2f} GiB")
     for which, fits in zip(("first", "second"), result.fits, strict=True):
         if not fits:
             console.print(f"the {which} does not fit: a rank needs more than its accelerator has")
+
+
+def _speeds(result: PlanDiff) -> str:
+    """Both steps, and which plan is the faster one where that can be said."""
+    first, second = result.step_seconds
+    rates, slower = result.tokens_per_second, result.slower_percent
+    asked = f"step {first:.4g} s and {second:.4g} s"
+    if slower is None:
+        return f"{asked} of unlike models: neither is called faster"
+    if result.unlike_batches:
+        asked += f" of unlike batches, {rates[0]:,.0f} and {rates[1]:,.0f} tokens/s"
+    faster = 100.0 * (1.0 / (1.0 + slower / 100.0) - 1.0)  # as a rate, as `plan --explain` says it
+    beside = f"the second is {slower:.1f} % slower" if slower > 0 else f"the second is {faster:.1f} % faster"
+    return f"{asked}: {beside if abs(slower) >= 0.05 else 'both are as fast'}"
 
 
 def side_of_layout(layout: Layout, compiles: bool | None, reserve: float) -> Side:

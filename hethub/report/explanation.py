@@ -100,13 +100,14 @@ def _runners_up(result: "PlanResult") -> Table:
 def shape(plan: PlanSpec) -> str:
     """A plan in a line: of its stages the layers, replicas by TP degree, ZeRO and recompute, equal ones counted."""
     kinds = [
-        f"{stage.num_layers} layers on {_replicas(stage)}, ZeRO {stage.zero}, recompute {stage.recompute}"
+        f"{stage.num_layers} layer{'s' * (stage.num_layers > 1)} on {_replicas(stage)}, "
+        f"ZeRO {stage.zero}, recompute {stage.recompute}"
         for stage in plan.stages
     ]
     runs = [(kind, len(list(same))) for kind, same in groupby(kinds)]
     shown = [f"{count} x ({kind})" if count > 1 else kind for kind, count in runs[:MOST_KINDS]]
     more = len(runs) - MOST_KINDS
-    return " | ".join(shown) + (f" | {more} more kind{'s' * (more > 1)}" if more > 0 else "")
+    return " | ".join(shown) + (f" | {more} more" if more > 0 else "")
 
 
 def _replicas(stage: StageSpec) -> str:

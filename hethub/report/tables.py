@@ -310,7 +310,7 @@ def _skipped(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 def _print_goals(goals: Sequence[Mapping[str, Any]]) -> None:
     """Each figure beside what is asked of it, and on which rows it was taken."""
-    table = make_table("figure", "value", "asked", "met", "taken on")
+    table = make_table("figure", "value", "goal", "met", "taken on")
     for goal in goals:
         digits = 1 if goal["unit"] else 2
         asked = " to ".join(f"{bound:g}" for bound in goal["bound"])

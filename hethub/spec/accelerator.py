@@ -1,7 +1,7 @@
 """Accelerators: what a data sheet says of one device, and the packaged catalogue of them."""
 
 import re
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Annotated, Literal
 
@@ -31,14 +31,16 @@ Positive = Annotated[float, Field(gt=0)]
 Figure = Annotated[float, Field(ge=1e-9, le=1e9)]
 
 
-def _reached(value: float) -> float:
-    if value > 1e5:
+def _reached(value: float, most: float = 1e5) -> float:
+    if value > most:
         raise ValueError(f"{value:g} is beyond physics, no device comes near; give it in the unit that the key names.")
     return value
 
 
 # Of one device or card: ten times what the fastest of 2026 reach, so that Mbit/s for Gbit/s or MB/s for GB/s are noticed.
 Rate = Annotated[Figure, AfterValidator(_reached)]
+# More than the largest hosts have, since a CPU rank may have one to itself, and less than 32 GB in MiB, as nvidia-smi counts.
+Memory = Annotated[Figure, AfterValidator(partial(_reached, most=3e4))]
 
 
 class AcceleratorSpec(Spec):
@@ -47,7 +49,7 @@ class AcceleratorSpec(Spec):
 
     name: str  # how plans, profiles and answers call it
     vendor: Vendor
-    memory_gb: Figure  # 2**30 bytes each, as data sheets of accelerators count
+    memory_gb: Memory  # 2**30 bytes each, as data sheets of accelerators count
     memory_gbytes_per_second: Rate  # of the device's own memory, as the data sheet says
     # Peaks are dense, of the data sheet (no sparsity); null: unknown or absent. This: half of fp32 is then assumed.
     fp64_tflops: Rate | None = None
@@ -61,7 +63,9 @@ class AcceleratorSpec(Spec):
     link_gbytes_per_second: Rate  # to its neighbours in the node, each direction
     peer_gbytes_per_second: Rate | None = None  # of that link, to one neighbour, without a switch; null: all
     linked_accelerators: Annotated[int, Field(ge=2)] | None = None  # on one link; others over PCIe. null: the node
-    pcie_generation: Annotated[int, Field(ge=1, le=20)] | None = None  # tells how fast host copies are; null: 5
+    pcie_generation: Annotated[int, Field(ge=1, le=20)] | None = (
+        None  # of host copies; no faster links are PCIe too. null: 5
+    )
     compute_capability: Rate | None = None  # NVIDIA's: torch has attention of cuDNN's for 9.0 and 10.0; null: unknown
     tdp_watts: Figure | None = None  # rated power, for the energy of `hethub size`; null: none is stated
     source: str = "the user's own description"  # where the figures are from; `assumed` makes every answer say so

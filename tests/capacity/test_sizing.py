@@ -191,7 +191,7 @@ def test_owned_nodes_cost_nothing() -> None:
     assert next(option for option in options if option.nodes == {}).cost == 0
     question = Question(catalogue=CATALOGUE, tokens=1e12, have=have)
     page = said_of(size(question, evaluate), question)
-    assert "1e+12 tokens, beside what is owned: what is owned, " in page
+    assert "1e+12 tokens: what is owned, " in page
     assert "0 EUR" in page
     assert "0.0 EUR" not in page
     assert cluster_of(CATALOGUE, {"slow": 1}, have).size == 40

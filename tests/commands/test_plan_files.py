@@ -198,6 +198,18 @@ def test_a_comparison_says_what_does_not_fit_and_counts_tokens_of_unlike_batches
     one, short = compared["tokens_per_second"]
     assert f"of unlike batches, {one:,.0f} and {short:,.0f} tokens/s: the second is " in said("short.yaml")
     assert ("slower" in said("short.yaml")) == (short < one)
+    assert compared["slower_percent"] == pytest.approx(100 * (one / short - 1))  # was of steps, unlike what was said
+
+
+def test_plans_of_unlike_models_are_not_called_faster_or_slower(tmp_path, capsys):
+    for name, model in (("one", MODEL_SPEC), ("wide", MODEL_SPEC.replace(ffn=128))):
+        save_plan(GIVEN, tmp_path / f"{name}.yaml", PlannedFor(model=model, cluster=CLUSTER_SPEC))
+    words = ["diff", str(tmp_path / "one.yaml"), str(tmp_path / "wide.yaml")]
+    assert run(words) == 0
+    said = capsys.readouterr().out
+    assert "of unlike models: neither is called faster" in said
+    assert "of which" not in said
+    assert answer(capsys, *words)["slower_percent"] is None
 
 
 def test_a_plan_is_written_with_what_it_was_made_for_and_read_back(tmp_path):

@@ -96,6 +96,8 @@ def test_a_name_with_more_than_a_name_of_the_catalogue_names_that() -> None:
         ("gbps_per_nic: 400, gbit: 3", "gbit"),
         ("gbps_per_nic: 400, accelerator: {name: a, vendor: a, memory_gb: 80, memory_gbytes_per_second: 3350000, "
          "fp32_tflops: 60, link_gbytes_per_second: 450}", "memory_gbytes_per_second: 3.35e+06 is beyond physics"),
+        ("gbps_per_nic: 400, accelerator: {name: a, vendor: a, memory_gb: 46068, memory_gbytes_per_second: 864, "
+         "fp32_tflops: 60, link_gbytes_per_second: 32}", "memory_gb: 46068 is beyond physics"),  # MiB, as nvidia-smi says
     ],
 )  # fmt: skip
 def test_a_rate_in_another_unit_is_refused_with_file_line_and_key(tmp_path: Path, changed: str, said: str) -> None:

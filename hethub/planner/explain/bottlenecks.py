@@ -28,7 +28,10 @@ def bottlenecks(incumbent: Incumbent, best: Evaluation, processes: int) -> list[
         rates = results()
     as_it_is = max(rates[0], best.prediction.tokens_per_second)
     gains = [100.0 * (rate / as_it_is - 1.0) if rate else 0.0 for rate in rates[1:]]
-    found = [Bottleneck(name, gain) for name, gain in zip(relaxed, gains, strict=True)]
+    # A plan that fits fits with better figures, no slower: below 0 the search took another turn there.
+    found = [
+        Bottleneck(name, gain if name == TWICE else max(0.0, gain)) for name, gain in zip(relaxed, gains, strict=True)
+    ]
     return sorted(found, key=lambda found: -found.faster_percent)
 
 

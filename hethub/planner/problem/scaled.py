@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import log2
 
 from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.node_links import UNKNOWN_GENERATION, through_host
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 
@@ -40,10 +42,10 @@ def scaled(cluster: ClusterSpec, scale: Scale) -> ClusterSpec:
         racks=tuple(rack.unchecked(gbps=rack.gbps * scale.network) for rack in links.racks),
         regions=regions and regions.unchecked(gbps=[[gbps * scale.network for gbps in row] for row in regions.gbps]),
     )
-    return cluster.unchecked(nodes=tuple(_node(node, scale) for node in cluster.nodes), links=changed)
+    return cluster.unchecked(nodes=tuple(_node(node, scale, inside) for node in cluster.nodes), links=changed)
 
 
-def _node(node: NodeSpec, scale: Scale) -> NodeSpec:
+def _node(node: NodeSpec, scale: Scale, inside: float | None) -> NodeSpec:
     device = node.device
     peer = device.peer_gbytes_per_second
     compute = scale.compute.get(device.name, 1.0)
@@ -53,6 +55,15 @@ def _node(node: NodeSpec, scale: Scale) -> NodeSpec:
         memory_gbytes_per_second=device.memory_gbytes_per_second * compute,
         link_gbytes_per_second=device.link_gbytes_per_second * scale.in_node,
         peer_gbytes_per_second=peer and peer * scale.in_node,
+        pcie_generation=_pcie(device, inside or device.link_gbytes_per_second, scale.in_node),
         **rates,
     )
     return node.unchecked(accelerator=accelerator, gbps_per_nic=node.gbps_per_nic and node.gbps_per_nic * scale.network)
+
+
+def _pcie(device: AcceleratorSpec, link: float, factor: float) -> float | None:
+    """The generation, scaled with the link where that alone would make PCIe of a dedicated link, or the other way round:
+    their fitted fractions differ by more than any factor here."""
+    if through_host(device, link) == through_host(device, link * factor):
+        return device.pcie_generation
+    return (device.pcie_generation or UNKNOWN_GENERATION) + log2(factor) + 1e-9  # a rounding above the link

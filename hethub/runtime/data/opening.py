@@ -149,6 +149,14 @@ def open_dataset(
     return Dataset(streams, [each.weight for each in spec.weighted])
 
 
+def check_files(spec: DataSpec, base: Path) -> None:
+    """Raises BadInput where a file or folder of the data, or its tokenizer, is not there. No text is read."""
+    text_sources(spec, base)
+    for each in spec.weighted:
+        if each.source == "tokens":
+            _from_token_file(base / str(each.path), spec, base)
+
+
 def check_tokenizer(dataset: Dataset, folder: Path) -> str | None:
     """Raises BadInput where the data's tokenizer is not that of the Hugging Face folder that training starts from.
 

@@ -60,3 +60,5 @@ def test_a_whole_plan_does_not_stand_for_twice_the_batch() -> None:
 def test_twice_the_batch_is_not_ten_percent_better() -> None:
     assert Bottleneck(TWICE, 13.6).sentence() == "twice the batch makes the best plan 13.6 % faster"
     assert Bottleneck("the speed of X", 7.7).sentence() == "the speed of X 10 % better makes the best plan 7.7 % faster"
+    assert Bottleneck(TWICE, -1.4).sentence() == "twice the batch makes the best plan 1.4 % slower"
+    assert Bottleneck(TWICE, -0.01).sentence() == "twice the batch makes the best plan 0.0 % faster"

@@ -143,6 +143,7 @@ def test_bytes_are_exported_as_a_tokenizer_of_every_byte() -> None:
         (["", "--tokens", 3], "the prompt is empty"),
         (["a" * 60, "--tokens", 30], "60 tokens; with --tokens 30 that is more than the 64"),
         (["a", "--seed", 10**30], "is not between 0 and 2**64"),
+        (["a", "--seed", 3], "give a --temperature above 0"),  # it had no effect, without a word
         (["\udcff"], "the prompt is no UTF-8"),
     ],
 )

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from hethub.cli import run
 from hethub.kernels import device as device_layer
 from hethub.runtime.doctor import machine
 from hethub.runtime.doctor.ranks import RankReport, evaluate
 from hethub.spec.cluster import ClusterSpec
+from tests.support.job_files import write_job
 
 SEARCHED = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 NOTE = {"what": "host name", "state": "note", "found": "nv1 resolves to loopback", "remedy": "name the network"}
@@ -174,3 +176,23 @@ def test_under_mpirun_every_rank_is_examined():
     assert all("MPI" in rank["mpi"] or "MPICH" in rank["mpi"] for rank in told["ranks"])
     assert told["ranks"][0]["relays"].startswith("shm inside")
     assert told["ranks"][1]["address"].endswith("127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ("data={source: text, path: gone}", "gone: there is no such file or folder of text"),
+        ("data={source: tokens, path: gone.bin}", "gone.bin"),
+        ("data.tokenizer=gone.json", "gone.json"),
+        ("eval={data: {source: jsonl, path: held.jsonl}}", "held.jsonl"),
+        ("profile=gone.json", "gone.json"),
+        ("plan=gone.yaml", "gone.yaml"),
+    ],
+)
+def test_a_file_that_the_job_names_and_that_is_not_there_is_named(changes, words, tmp_path, capsys):
+    """`hethub doctor JOB.yaml` said nothing of its data, plan and profile."""
+    job = write_job(tmp_path)
+    assert run(["doctor", str(job)]) == 0
+    assert f"{job}, and the files that it names" in " ".join(capsys.readouterr().out.split())
+    assert run(["doctor", str(job), "--set", changes]) == 2
+    assert words in capsys.readouterr().err

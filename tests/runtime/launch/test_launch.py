@@ -52,7 +52,10 @@ def test_launch_hands_on_what_was_asked(tmp_path):
         (["--resume", "nope"], "nope: there is no run to resume here"),
         (["--set", "cluster=home.yaml"], "home.yaml, line 7: nodes[0].environment: '~/cuda' is taken as it stands"),
         (["--set", "cluster=many.yaml", "--set", "plan=auto"], "many.yaml: node 'rack' stands for 2 machines"),
-        (["--resume", "a", "--run-dir", "b"], "--resume and --run-dir name two run folders"),
+        (
+            ["--resume", "a", "--run-dir", "b"],
+            "--resume names the run folder already, in which the run goes on; leave out --run-dir",
+        ),
     ],
 )
 def test_what_a_job_cannot_run_is_refused_before_it_is_launched(given, said, tmp_path, monkeypatch, capsys):
