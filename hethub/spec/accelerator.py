@@ -63,9 +63,8 @@ class AcceleratorSpec(Spec):
     link_gbytes_per_second: Rate  # to its neighbours in the node, each direction
     peer_gbytes_per_second: Rate | None = None  # of that link, to one neighbour, without a switch; null: all
     linked_accelerators: Annotated[int, Field(ge=2)] | None = None  # on one link; others over PCIe. null: the node
-    pcie_generation: Annotated[int, Field(ge=1, le=20)] | None = (
-        None  # of host copies; no faster links are PCIe too. null: 5
-    )
+    # Tells how fast host copies are, and that a link which is no faster is PCIe too; null: 5.
+    pcie_generation: Annotated[int, Field(ge=1, le=20)] | None = None
     compute_capability: Rate | None = None  # NVIDIA's: torch has attention of cuDNN's for 9.0 and 10.0; null: unknown
     tdp_watts: Figure | None = None  # rated power, for the energy of `hethub size`; null: none is stated
     source: str = "the user's own description"  # where the figures are from; `assumed` makes every answer say so
