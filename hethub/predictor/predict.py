@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hethub.predictor.cost.constants import ASSUMED, Constants, packaged
-from hethub.predictor.cost.intervals import interval
+from hethub.predictor.cost.intervals import interval, width_of
 from hethub.predictor.cost.operators import model_flops
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.resources import OF_RANKS, Resource
@@ -118,10 +118,10 @@ def _interval(
     precision = software.math_precision(layout.plan.precision)
     names = {layout.cluster.places[rank].accelerator.name for rank in layout.plan.ranks}  # no step hangs on unused ones
     known = all(constants.knows(name, precision) for name in names)
-    if profile is not None and all(profile.device(name, layout.plan.precision) for name in names):
-        factor = math.exp(constants.interval["profiled"])
-        return seconds / factor, seconds * factor
-    return interval(seconds, constants.interval, software.stack in constants.stacks, known)
+    measured = [profile.device(name, layout.plan.precision) for name in names] if profile is not None else [None]
+    if all(measured):
+        return interval(seconds, max(own.width(constants.interval) for own in measured if own is not None))
+    return interval(seconds, width_of(constants.interval, software.stack in constants.stacks, known))
 
 
 def ceiling_tokens_per_second(layout: Layout, costs: PlanCosts) -> float:

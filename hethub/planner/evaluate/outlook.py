@@ -42,8 +42,9 @@ def speed_errors(problem: Problem) -> dict[str, float]:
     for device_type in problem.device_types:
         name = device_type.accelerator.name
         half = table["known"]
-        if problem.profile is not None and problem.profile.device(name, problem.batch.precision):
-            half = table["profiled"]
+        measured = problem.profile and problem.profile.device(name, problem.batch.precision)
+        if measured:
+            half = measured.width(table)
         elif not known.knows(name, precision):
             half = (half**2 + table["unseen accelerator"] ** 2) ** 0.5
         compute[name] = half / EIGHTY

@@ -13,14 +13,16 @@ from statistics import fmean
 import numpy as np
 
 import hethub
-from hethub.predictor.calibration.evaluate import Repricer
+from hethub.predictor.calibration.evaluate import Repricer, evaluate
 from hethub.predictor.calibration.fit.least_squares import scales, solve, stack
 from hethub.predictor.calibration.sources.training_steps import Case, read_table
 from hethub.predictor.cost.constants import Constants, packaged, precision_class
+from hethub.predictor.cost.intervals import half_width, width_of
 from hethub.predictor.cost.layer import LayerCost
 from hethub.predictor.cost.profile import ProfileSpec, load_profile
 from hethub.predictor.cost.profiled_layer import estimated_device
-from hethub.spec.accelerator import Precision, find_accelerator
+from hethub.predictor.cost.software import HETHUB
+from hethub.spec.accelerator import AcceleratorSpec, Precision, find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.model import ModelSpec
@@ -73,10 +75,26 @@ class Calibration:
         devices = {node.device.name: node.device for node in cluster.nodes}
         largest, seq_len, precision = batch
         estimates = [
-            estimated_device(model, device, seq_len, precision, largest, self._corrected) for device in devices.values()
+            estimated_device(
+                model, device, seq_len, precision, largest, self._corrected, self._width(device, precision)
+            )
+            for device in devices.values()
         ]
         about = {"date": "", "hethub": hethub.__version__, "software": f"calibrated by {self.path.name}"}
         return ProfileSpec(**about, model=model, devices=tuple(estimates))
+
+    def _width(self, device: AcceleratorSpec, precision: Precision) -> float:
+        """The half width of predictions on an accelerator: where hethub's steps on it are among the rows, as after one
+        known row of a source, or as these lie apart from their predictions; else as without the table."""
+        table, math = packaged().interval, HETHUB.math_precision(precision)
+        own = [
+            log(evaluate(case, self._corrected).seconds / case.measured_seconds)
+            for case in self._cases
+            if case.software.stack == HETHUB.stack and _key(case) == f"{device.name} {precision_class(math)}"
+        ]
+        if own:
+            return max(table["row known"], half_width(own))
+        return width_of(table, HETHUB.stack in self._corrected.stacks, packaged().knows(device.name, math))
 
 
 def corrected(constants: Constants, cases: Iterable[Case]) -> Constants:

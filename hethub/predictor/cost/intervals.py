@@ -13,12 +13,14 @@ def half_width(log_errors: Sequence[float]) -> float:
     return float(errors[min(len(errors), ceil(COVERAGE * (len(errors) + 1))) - 1])
 
 
-def interval(
-    seconds: float, table: dict[str, float], known_stack: bool, known_accelerators: bool
-) -> tuple[float, float]:
-    """The 80 % interval around a prediction: as wide as errors were on other sources' rows of known software stacks, or
-    where the stack was not measured, on families of sources left out; wider where an accelerator was not measured."""
+def width_of(table: dict[str, float], known_stack: bool, known_accelerators: bool) -> float:
+    """The half width where nothing of one's own was measured: as errors were on other sources' rows of known software
+    stacks, or where the stack was not measured, on families of sources left out; wider where an accelerator was not
+    measured."""
     width = table["known" if known_stack else "unseen stack"]
-    if not known_accelerators:
-        width = max(width, table["unseen accelerator"])
+    return width if known_accelerators else max(width, table["unseen accelerator"])
+
+
+def interval(seconds: float, width: float) -> tuple[float, float]:
+    """The 80 % interval around a prediction, of a half width in logarithms."""
     return seconds * exp(-width), seconds * exp(width)

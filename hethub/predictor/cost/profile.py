@@ -76,6 +76,11 @@ class DeviceProfile(Spec):
     optimizer_seconds_per_parameter: Positive | None = None
     optimizer_factor: Positive = 1.0  # of that, or of the estimate, as a run has shown
     largest_micro_batch: Count | None = None  # of samples, all layers of the model on one rank; None: not looked for
+    half_width: Positive | None = None  # of 80 % intervals, in logarithms; None: as where layers were profiled
+
+    def width(self, table: dict[str, float]) -> float:
+        """The half width of 80 % intervals of steps on it."""
+        return self.half_width or table["profiled"]
 
     def slower(self, factor: float, name: str | None = None, *, optimizer: float | None = None) -> "DeviceProfile":
         """The same measurements, all layers' and parts' times `factor`, the optimizer's times a factor of its own where one

@@ -87,9 +87,10 @@ def estimated_device(
     precision: Precision,
     largest: int,
     constants: Constants | None = None,
+    half_width: float | None = None,
 ) -> DeviceProfile:
     """What is expected of an accelerator, in a profile's form, for micro-batches of 1 to `largest` samples: only the
-    ratios of later times to it count."""
+    ratios of later times to it count, and the half width of its 80 % intervals, if one is given."""
     cost = LayerCost(model, accelerator, seq_len, precision, constants=constants)
     sizes = sorted({1 << bit for bit in range(largest.bit_length())} | {largest})
 
@@ -104,4 +105,5 @@ def estimated_device(
         precision=precision,
         layers=tuple(LayerTiming(**timing(size, cost.layer(size))) for size in sizes),
         parts=(*embedding, *head),
+        half_width=half_width,
     )

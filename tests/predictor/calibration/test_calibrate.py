@@ -1,6 +1,7 @@
 """One's own measurements correct predictions: tables of steps, and what a run has written."""
 
 import json
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,28 @@ def test_predict_plan_size_and_validate_take_a_table(tmp_path: Path, capsys: pyt
     plain, calibrated = (predicted(capsys, *asked, *more) for more in ((), ("--calibrate", own)))
     ratio = plain["options"][0]["tokens_per_second"] / calibrated["options"][0]["tokens_per_second"]
     assert ratio == pytest.approx(1.3, rel=0.06)
+
+
+def half_width(capsys: pytest.CaptureFixture[str], job: Path, own: Path) -> float:
+    found = predicted(capsys, "predict", job, "--calibrate", own)
+    return log(found["step_seconds_interval"][1] / found["step_seconds"])
+
+
+def test_an_interval_is_as_wide_as_the_rows_lie_apart_and_wider_where_they_say_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, promised = job_of(tmp_path / "job"), packaged().interval
+    assert half_width(capsys, job, rows(tmp_path / "rows", 1.3, *MANY)) == pytest.approx(promised["row known"])
+    slow, fast = rows(tmp_path / "slow", 2.0, *MANY[::2]), rows(tmp_path / "fast", 1.0, *MANY[1::2])
+    scattered = tmp_path / "scattered.csv"
+    scattered.write_text(
+        slow.read_text() + "".join(fast.read_text().splitlines(keepends=True)[1:]).replace("row", "other")
+    )
+    assert half_width(capsys, job, scattered) > 0.5 * log(2.0)  # no figure is nearer than that to both
+    others = rows(tmp_path / "others", 1.3, {**MANY[0], "accelerator": "H100-SXM5-80GB"})
+    assert half_width(capsys, job, others) == pytest.approx(promised["known"])  # of the software alone
+    stack = rows(tmp_path / "stack", 1.3, {**MANY[0], "stack": "megatron"})
+    assert half_width(capsys, job, stack) == pytest.approx(promised["unseen stack"])  # of another's
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

@@ -17,6 +17,7 @@ from hethub.predictor.calibration.validation.families import (
     leave_out,
     macro,
     order,
+    percent,
     quantile,
 )
 from hethub.predictor.calibration.validation.goals import family_out
@@ -86,9 +87,13 @@ def test_only_pairs_that_differ_by_more_than_a_tenth_are_asked_for_their_order(t
 
 def test_an_anchor_takes_away_what_all_rows_of_a_source_share() -> None:
     errors = np.log([1.5, 1.5, 1.5, 1.5, 1.5, 1.2])
-    assert anchored(errors, ["a"] * 5 + ["b"], 1) == pytest.approx({"a": 0.0})
+    assert {source: own.tolist() for source, own in anchored(errors, ["a"] * 5 + ["b"], 1).items()} == {
+        "a": [0.0] * 20  # each of five rows known, four left
+    }
     uneven = np.log([1.0, 1.0, 1.0, 1.0, 1.1])
-    assert anchored(uneven, ["a"] * 5, 3)["a"] < anchored(uneven, ["a"] * 5, 1)["a"]
+    one, three = (percent(anchored(uneven, ["a"] * 5, count)["a"]).mean() for count in (1, 3))
+    assert one == pytest.approx((4 * 10 + 4 * 100 * (1 - 1 / 1.1)) / 20)  # the odd one left by four, known by one
+    assert three < one
 
 
 def test_interval_widths_count_families_alike() -> None:

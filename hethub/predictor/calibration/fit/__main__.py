@@ -24,7 +24,14 @@ from hethub.predictor.calibration.sources.layer_times import LayerRow, LayerTabl
 from hethub.predictor.calibration.sources.products import read_products
 from hethub.predictor.calibration.sources.single_node import read_single_node
 from hethub.predictor.calibration.sources.training_steps import Case, read_table
-from hethub.predictor.calibration.validation.families import family_of, log_measured, macro, percent, quantile
+from hethub.predictor.calibration.validation.families import (
+    anchored,
+    family_of,
+    log_measured,
+    macro,
+    percent,
+    quantile,
+)
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.intervals import half_width
 
@@ -116,6 +123,7 @@ def fit_all(data: Path) -> Constants:
         "known": quantile(by_source, sources),
         "unseen stack": quantile(by_family, families),
         "unseen accelerator": quantile(by_family[alone], [families[row] for row in np.flatnonzero(alone)]),
+        "row known": anchored_width(by_source, sources),
         "profiled": profiled_width(layers, base, cases, inside),
     }
     return replace(
@@ -134,6 +142,12 @@ def only_of_one_family(cases: Sequence[Case], families: Sequence[str]) -> np.nda
     for name, one in zip(names, families, strict=True):
         own.setdefault(name, set()).add(one)
     return np.array([len(own[name]) == 1 for name in names])
+
+
+def anchored_width(errors: np.ndarray, sources: Sequence[str]) -> float:
+    """The half width of a prediction where a step of the same source is known, any of those of five steps or more."""
+    left = anchored(errors, sources, 1)
+    return quantile(np.concatenate(list(left.values())), [source for source, own in left.items() for _ in own])
 
 
 def profiled_width(rows: Sequence[LayerRow], constants: Constants, cases: Sequence[Case], inside: np.ndarray) -> float:

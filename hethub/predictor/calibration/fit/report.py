@@ -71,7 +71,10 @@ def report_unseen(cases: Sequence[Case], by_family: np.ndarray, by_source: np.nd
     }
     figures |= {f"{OF_FAMILY}{name}": value for name, value in each.items()}
     for count in (1, 3):
-        own, plain = (fmean(anchored(errors, sources, count).values()) for errors in (by_source, even_source))
+        own, plain = (
+            fmean(float(percent(left).mean()) for left in anchored(errors, sources, count).values())
+            for errors in (by_source, even_source)
+        )
         figures |= {f"anchored by {count}": own, f"anchored by {count}, baseline": plain}
         print(f"anchored by {count}: {own:.1f} %, one utilisation {plain:.1f} %")
     figures["repeated"] = repeated(cases)

@@ -109,8 +109,8 @@ def order(cases: Sequence[Case], errors: np.ndarray) -> dict[str, Any]:
     }
 
 
-def anchored(errors: np.ndarray, sources: Sequence[str], count: int) -> dict[str, float]:
-    """Mean error of each source of five rows or more once `count` of them, any, have set a factor for the rest."""
+def anchored(errors: np.ndarray, sources: Sequence[str], count: int) -> dict[str, np.ndarray]:
+    """Log errors of each source of five rows or more once `count` of them, any, have set a factor for the rest."""
     random, names, found = np.random.default_rng(0), np.array(sources), {}
     for source in sorted(set(sources)):
         own = errors[names == source]
@@ -119,9 +119,7 @@ def anchored(errors: np.ndarray, sources: Sequence[str], count: int) -> dict[str
         choices = list(combinations(range(len(own)), count))
         if len(choices) > MANY_CHOICES:
             choices = [choices[i] for i in random.choice(len(choices), MANY_CHOICES, replace=False)]
-        found[source] = fmean(
-            float(percent(np.delete(own, choice) - np.median(own[list(choice)])).mean()) for choice in choices
-        )
+        found[source] = np.concatenate([np.delete(own, choice) - np.median(own[list(choice)]) for choice in choices])
     return found
 
 
