@@ -171,6 +171,8 @@ def test_large_models_have_larger_chunks_in_powers_of_two() -> None:
     pieces = [(piece.offset, piece.values.numel()) for piece in cut(whole, 16 * unit)]
     assert [size for _, size in pieces] == [16 * unit, 8 * unit, 2 * unit, unit, 5]
     assert [offset - 7 for offset, _ in pieces] == [0, 16 * unit, 24 * unit, 26 * unit, 27 * unit]
+    even = Chunk("weights/a", 24 * unit, 0, torch.empty(24 * unit, device="meta"))
+    assert [piece.values.numel() for piece in cut(even, 16 * unit)] == [16 * unit, 8 * unit]  # in no more than it needs
 
 
 def save_while_training(world: Any, case: Case, folder: Path) -> Any:
