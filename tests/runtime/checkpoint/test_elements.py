@@ -11,6 +11,7 @@ import torch
 from hethub.predictor.memory.ranks import rank_memory
 from hethub.runtime.checkpoint import CheckpointManager, iterate_weights, read_record
 from hethub.runtime.checkpoint.elements import CHUNK_ELEMENTS, Chunk, cut, most_elements, snapshot
+from hethub.runtime.checkpoint.index import IndexEntry
 from tests.support.checkpoints import assembled, load_and_save, newest_intact, start, state_parts, train_and_save
 from tests.support.layouts import MODEL, Case, build_trainer, chunked, replica, stage
 from tests.support.ranks import run_ranks
@@ -173,6 +174,16 @@ def test_large_models_have_larger_chunks_in_powers_of_two() -> None:
     assert [offset - 7 for offset, _ in pieces] == [0, 16 * unit, 24 * unit, 26 * unit, 27 * unit]
     even = Chunk("weights/a", 24 * unit, 0, torch.empty(24 * unit, device="meta"))
     assert [piece.values.numel() for piece in cut(even, 16 * unit)] == [16 * unit, 8 * unit]  # in no more than it needs
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "wanted"),
+    [(0, 1, [0]), (3, 10, [0]), (9, 10, [0]), (10, 15, [10]), (9, 11, [0, 10]), (14, 20, [10, 15])],
+)
+def test_no_chunk_is_read_but_what_holds_what_is_wanted(start: int, stop: int, wanted: list[int]) -> None:
+    chunks = [(first, end - first, "__0_0.distcp", 100 * first, 100) for first, end in ((0, 10), (10, 15), (15, 20))]
+    found = IndexEntry.model_validate({"dtype": "float32", "numel": 20, "chunks": chunks}).touching(start, stop)
+    assert [chunk.offset for chunk in found] == wanted
 
 
 def save_while_training(world: Any, case: Case, folder: Path) -> Any:

@@ -241,7 +241,7 @@ def test_the_largest_token_may_come_early(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("bytes", tmp_path)
     with token_file_writer(tmp_path / "out", tokenizer) as writer:
         for tokens in ([7, END], [3, 4], [5, 6]):
-            writer.append(TokenBatch(np.array(tokens, dtype=tokenizer.dtype), np.empty(0, dtype=np.int64), 2))
+            writer.append(TokenBatch(np.array(tokens, dtype=tokenizer.dtype), np.array([2]), 2))
     with pytest.raises(BadInput, match=r"token id 256 .* vocabulary of 256"):
         opened(tmp_path / "out", vocab=256)
 
