@@ -186,6 +186,14 @@ def test_no_chunk_is_read_but_what_holds_what_is_wanted(start: int, stop: int, w
     assert [chunk.offset for chunk in found] == wanted
 
 
+@pytest.mark.parametrize("spans", [((1, 10), (10, 20)), ((0, 10), (11, 20)), ((0, 11), (10, 20)), ((0, 10), (10, 19))])
+def test_chunks_that_lack_an_element_or_have_one_twice_are_refused(spans: Any) -> None:
+    """What no chunk holds would be read as whatever lay in memory."""
+    chunks = [(first, end - first, "__0_0.distcp", 0, 100) for first, end in spans]
+    with pytest.raises(ValueError, match="do not hold every element once"):
+        IndexEntry.model_validate({"dtype": "float32", "numel": 20, "chunks": chunks})
+
+
 def save_while_training(world: Any, case: Case, folder: Path) -> Any:
     """Rank 1 begins to save only after rank 0 has trained on (alone), so rank 0's data are written after that."""
     trainer = build_trainer(world, case)
