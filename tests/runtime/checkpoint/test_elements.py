@@ -1,6 +1,7 @@
 """A checkpoint restores the same bits under every plan, rank count and precision; the same plan trains on bit by
 bit."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from hethub.predictor.memory.ranks import rank_memory
 from hethub.runtime.checkpoint import CheckpointManager, iterate_weights, read_record
 from hethub.runtime.checkpoint.elements import CHUNK_ELEMENTS, Chunk, cut, most_elements, snapshot
 from hethub.runtime.checkpoint.index import IndexEntry
+from hethub.runtime.checkpoint.reader import Reader
+from hethub.spec.errors import BadInput
 from tests.support.checkpoints import assembled, load_and_save, newest_intact, start, state_parts, train_and_save
 from tests.support.layouts import MODEL, Case, build_trainer, chunked, replica, stage
 from tests.support.ranks import run_ranks
@@ -192,6 +195,14 @@ def test_chunks_that_lack_an_element_or_have_one_twice_are_refused(spans: Any) -
     chunks = [(first, end - first, "__0_0.distcp", 0, 100) for first, end in spans]
     with pytest.raises(ValueError, match="do not hold every element once"):
         IndexEntry.model_validate({"dtype": "float32", "numel": 20, "chunks": chunks})
+
+
+@pytest.mark.parametrize("numel", [19, 21])
+def test_a_tensor_of_another_size_is_refused(numel: int, tmp_path: Path) -> None:
+    entry = {"dtype": "float32", "numel": 20, "chunks": [[0, 20, "__0_0.distcp", 0, 100]]}
+    (tmp_path / "index.json").write_text(json.dumps({"version": 1, "entries": {"weights/a": entry}}))
+    with pytest.raises(BadInput, match=f"weights/a has 20 elements, but the model here has {numel}"):
+        Reader(tmp_path).whole("weights/a", numel)
 
 
 def save_while_training(world: Any, case: Case, folder: Path) -> Any:
