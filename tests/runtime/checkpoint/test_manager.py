@@ -245,6 +245,25 @@ def test_a_save_cut_off_beside_the_same_step_s_checkpoint_takes_no_name(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-3.partial"]
 
 
+def test_a_save_takes_the_place_of_one_of_the_same_step(tmp_path: Path) -> None:
+    for name in ("step-3", "step-3.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert integrity.complete(tmp_path / "step-3.partial", {}) == tmp_path / "step-3"
+    assert {path.name for path in (tmp_path / "step-3").iterdir()} == {"COMPLETE", "step-3.partial"}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+def test_a_run_s_last_save_is_its_newest_marker_s(tmp_path: Path) -> None:
+    """By it `--resume auto` takes the newest run; a save that lacks but its name counts."""
+    assert integrity.newest_marker(tmp_path) is None
+    for name, written in (("step-1", 100), ("step-2", 300), ("step-10", 200), ("step-11.partial", 400)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "COMPLETE").touch()
+        os.utime(tmp_path / name / "COMPLETE", (written, written))
+        assert integrity.newest_marker(tmp_path) == max(written, 300 if name == "step-10" else 0)
+
+
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
     """The last one is due by its number and at the end."""
     manager, written = CheckpointManager(tmp_path, 1, OneRank()), list[int]()  # type: ignore[arg-type]

@@ -55,3 +55,19 @@ def test_deferred_weight_gradients_need_no_weights() -> None:
     own = manager(Case(name="three", stages=stages, schedule="zero_bubble"), 0)
     passes = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
     assert [own._weights_for(kind, 2) for kind in passes] == [(2,), (2,), ()]
+
+
+def test_weights_of_both_ends_stay_until_both_are_through() -> None:
+    """A model chunk of the whole model: its last layer is released while the first one, which uses the embedding too, is at
+    work."""
+    stages = [stage((0, 4), *PAIRS[0], zero=3)]
+    own = manager(Case(name="tied", stages=stages, schedule="ministages", model=MODEL.replace(tied_head=True)), 0)
+    assert own.weights is not None
+    for layer in (3, 2, 1, 0):
+        own.prefetch(Kind.BACKWARD, layer)
+        own.acquire(Kind.BACKWARD, layer)
+    left = []
+    for layer in (3, 2, 1, 0):
+        own.release(Kind.BACKWARD, layer)
+        left.append(set(own.weights._present))
+    assert left == [{0, 1, 2, 4}, {0, 1, 4}, {0, 4}, set()]
