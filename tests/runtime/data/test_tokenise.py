@@ -244,6 +244,9 @@ def test_the_largest_token_may_come_early(tmp_path: Path) -> None:
             writer.append(TokenBatch(np.array(tokens, dtype=tokenizer.dtype), np.array([2]), 2))
     with pytest.raises(BadInput, match=r"token id 256 .* vocabulary of 256"):
         opened(tmp_path / "out", vocab=256)
+    ends = opened(tmp_path / "out").streams[0].ends
+    assert ends is not None
+    assert ends.tolist() == [2, 4, 6]  # counted from the file's first token
 
 
 def test_tokenising_needs_no_torch() -> None:
