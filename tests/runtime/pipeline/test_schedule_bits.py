@@ -23,7 +23,12 @@ def train_counting(world: Any, case: Case) -> tuple[list[tuple[float, float | No
     """Losses and norms, weights, the bytes that microbatches keep behind a step, and the most that they kept."""
     trainer, losses = build_trainer(world, case), []
     run_step = trainer.executor.run_step
-    trainer.executor.run_step = lambda *given: losses.append(run_step(*given)) or losses[-1]
+
+    def noted(*given: Any) -> Any:
+        losses.append(run_step(*given))
+        return losses[-1]
+
+    trainer.executor.run_step = noted
     outcomes = [trainer.run_step(step) for step in range(1, 4)]
     assert not trainer.executor._step.inputs  # tokens too go with their microbatch
     assert [loss.requires_grad for loss in losses] == [False] * 3  # nor does a loss hold its graph
