@@ -213,8 +213,9 @@ def _check_contents(folder: Path, files: Container[str], mine: Iterable[str]) ->
     for name in sorted({INDEX, METADATA, RECORD, *index.files}):
         if name not in files:
             raise BadInput(f"file {name} is not listed in its {MARKER} marker.")
-    if folder_of(folder.parent, record.step) != folder or record.extra.step != record.step:
-        raise BadInput(f"its record is of step {record.step}.")
+    for step in (record.step, record.extra.step):
+        if folder_of(folder.parent, step) != folder:
+            raise BadInput(f"its record is of step {step}.")
     for name in index.files.keys() & set(mine):
         with (folder / name).open("rb") as file:
             for chunk, dtype in index.files[name]:

@@ -197,5 +197,4 @@ def _backward(source: Tensor, result: Tensor, grad: Tensor | None) -> Tensor:
     """The gradient of `source` from that of `result`; the weights between note their own."""
     torch.autograd.backward(result, grad)
     assert source.grad is not None
-    grad, source.grad = source.grad, None
-    return grad
+    return source.grad

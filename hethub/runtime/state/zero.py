@@ -97,9 +97,9 @@ class ZeroManager:
             self.gradients.start_step()
 
     def acquire(self, kind: Kind, layer: int) -> None:
-        """Returns when the layer's weights (backward: and gradient buffers) may be used."""
+        """Returns when the layer's weights (backward: and gradient buffers) may be used, which `prefetch` has begun to
+        bring."""
         self._next = ()
-        self._bring(kind, layer)
         self.reducer.finish_gather(layer)
         for unit in self._weights_for(kind, layer):
             assert self.weights is not None
@@ -112,12 +112,9 @@ class ZeroManager:
     def prefetch(self, kind: Kind, layer: int) -> None:
         """Starts what the next `acquire`, of this layer, will wait for."""
         self._next = self._weights_for(kind, layer)
-        self._bring(kind, layer)
-
-    def _bring(self, kind: Kind, layer: int) -> None:
         if self.stepping is not None:
             self.stepping.catch_up(chunk_of(self._spec, layer))
-        for unit in self._weights_for(kind, layer):
+        for unit in self._next:
             assert self.weights is not None
             self.weights.start(unit)
 

@@ -103,6 +103,14 @@ def in_record(**changes: Any) -> Callable[[Path], None]:
     return spoil
 
 
+def in_loop_state(**changes: Any) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        extra = json.loads((folder / "record.json").read_text())["extra"]
+        in_record(extra=extra | changes)(folder)
+
+    return spoil
+
+
 def in_marker(text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / MARKER).write_text(text) and None
 
@@ -143,6 +151,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "another step": (other_step, "its record is of step 2"),
     "a record of another step": (in_record(step=12), "its record is of step 12"),
+    "a record of training that was elsewhere": (in_loop_state(step=12), "its record is of step 12"),
     "a record without what the trainer wants": (in_record(extra={}), "record.json: extra.tokens is missing"),
     "a record with a negative step": (in_record(step=-4), "record.json: step is -4"),
     "an index of nothing": (in_index(lambda entries: entries.update(x={})), "index.json: entries.x.dtype is missing"),

@@ -1,6 +1,7 @@
 """Communication slows the compute that hides it, wherever it is hidden, and in every shortcut alike."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +13,9 @@ from hethub.predictor.pipeline.overlap import beside_backward, beside_forward, e
 from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
 from hethub.predictor.pipeline.step import step_times
 from hethub.spec.layout.bind import Layout, bind
+from hethub.spec.layout.execution import Kind
 from hethub.spec.plan import PlanSpec
-from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
+from tests.predictor.plans import LLAMA_8B, TINY, cluster, under, uniform
 
 COST = packaged().links["overlap_cost"]
 
@@ -169,6 +171,34 @@ def test_cores_that_sum_and_copy_themselves_compute_nothing_beside() -> None:
         gather, reduce = sum(costs.state.gather_seconds(0, portion)), sum(costs.state.reduce_seconds(0, portion))
         in_a_row += 8 * (found.forward.compute + found.backward.compute) + 2 * gather + reduce
     assert step_times(costs.layout, costs, full=True).seconds == pytest.approx(in_a_row)
+
+
+def test_a_way_that_takes_messages_as_they_come_holds_none_up() -> None:
+    """Told apart where the others of one direction share it, and where both do."""
+    layout = uniform(LLAMA_8B, cluster(("A100-SXM4-80GB", 2, 1)), tp=1, pp=2, micro_batch=2, batch=8, seq=2048)
+    apart = PlanCosts(layout, HETHUB, packaged()).microbatch(0, 0, 2).forward.total / 2
+    for alone, with_others, expected in ((0.9, 0.99, (0, 0)), (0.9, 1.1, (0, 1.1)), (1.1, 1.2, (1.1, 1.2))):
+        costs = PlanCosts(layout, HETHUB, packaged())
+        costs.__dict__["loads"] = SimpleNamespace(paces=lambda flow, own=(alone * apart, with_others * apart): own)
+        assert costs.paces(0, 0, 0)[0] == pytest.approx([each * apart for each in expected])
+
+
+def test_a_chunk_is_summed_from_when_its_last_microbatch_is_through_its_last_layer() -> None:
+    """Layer by layer, the last layer first: over slow links that goes on long after the pass."""
+    on = cluster(("A100-SXM4-80GB", 2, 1), gbps=10)
+    plan = uniform(LLAMA_8B, on, tp=1, pp=1, micro_batch=1, batch=4, seq=2048, zero=2).plan
+    layout = bind(under("ministages", plan, 2), LLAMA_8B, on)
+    costs = PlanCosts(layout, HETHUB, packaged())
+    timed = step_times(layout, costs, full=True).timed
+    assert timed is not None
+    for chunk, portion in enumerate(costs.state.portions[0]):
+        own = [each for each in timed[0, 0] if each.action.chunk == chunk]
+        last = [each for each in own if each.action.kind is Kind.BACKWARD][-1]
+        (summed,) = [each for each in own if each.action.kind is Kind.REDUCE]
+        layer = (last.stop_seconds - last.start_seconds) / 16
+        seconds = sum(costs.state.reduce_seconds(0, portion))
+        assert seconds > 16 * layer
+        assert summed.stop_seconds == pytest.approx(last.start_seconds + layer + seconds, abs=layer / 100)
 
 
 @pytest.mark.parametrize("zero", [2, 3])

@@ -230,6 +230,24 @@ def test_messages_of_replicas_behind_one_card_share_its_rate() -> None:
     assert costs.boundary(0, 1, 1, 1) == pytest.approx(4 * 2048 * LLAMA_8B.hidden * 2 / card, rel=0.01)
 
 
+def test_a_card_is_shared_by_no_more_replicas_than_have_their_partner_elsewhere() -> None:
+    """Three of a stage's four replicas are on one machine with two of the next stage's: one of them at least stays there."""
+    node = {"accelerator": "A100-SXM4-80GB", "nics": 1}
+    nodes = [
+        {**node, "name": name, "accelerators": size, "gbps_per_nic": gbps}
+        for name, size, gbps in (("a", 5, 10.0), ("b", 3, 100.0))
+    ]
+    on = ClusterSpec.model_validate({"name": "test", "nodes": nodes})
+    stages = [
+        {"layers": [layers], "replicas": [{"ranks": [rank], "micro_batch": 1, "samples": 4} for rank in ranks]}
+        for layers, ranks in (((0, 16), (0, 1, 2, 5)), ((16, 32), (6, 3, 4, 7)))
+    ]
+    plan = {"model": LLAMA_8B.name, "cluster": "test", "global_batch": 16, "seq_len": 2048, "precision": "bf16"}
+    layout = bind(PlanSpec.model_validate({**plan, "stages": stages}), LLAMA_8B, on)
+    costs, card = PlanCosts(layout, HETHUB, packaged()), 10e9 / 8 * packaged().links["between_nodes_fraction"]
+    assert costs.boundary(0, 0, 0, 1) == pytest.approx(2 * 2048 * LLAMA_8B.hidden * 2 / card, rel=0.01)
+
+
 def test_groups_that_take_what_is_left_over_are_all_replayed() -> None:
     """Seven microbatches that fill no group of eight make seven groups larger by one; fewer groups were larger by more."""
     on, model = cluster(("A100-SXM4-80GB", 8, 1), gbps=25.0), LLAMA_8B.replace(layers=16)

@@ -1,6 +1,7 @@
 """A checkpoint restores the same bits under every plan, rank count and precision; the same plan trains on bit by
 bit."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from hethub.predictor.memory.ranks import rank_memory
 from hethub.runtime.checkpoint import CheckpointManager, iterate_weights, read_record
 from hethub.runtime.checkpoint.elements import CHUNK_ELEMENTS, Chunk, cut, most_elements, snapshot
+from hethub.runtime.checkpoint.index import IndexEntry
+from hethub.runtime.checkpoint.reader import Reader
+from hethub.spec.errors import BadInput
 from tests.support.checkpoints import assembled, load_and_save, newest_intact, start, state_parts, train_and_save
 from tests.support.layouts import MODEL, Case, build_trainer, chunked, replica, stage
 from tests.support.ranks import run_ranks
@@ -171,6 +175,34 @@ def test_large_models_have_larger_chunks_in_powers_of_two() -> None:
     pieces = [(piece.offset, piece.values.numel()) for piece in cut(whole, 16 * unit)]
     assert [size for _, size in pieces] == [16 * unit, 8 * unit, 2 * unit, unit, 5]
     assert [offset - 7 for offset, _ in pieces] == [0, 16 * unit, 24 * unit, 26 * unit, 27 * unit]
+    even = Chunk("weights/a", 24 * unit, 0, torch.empty(24 * unit, device="meta"))
+    assert [piece.values.numel() for piece in cut(even, 16 * unit)] == [16 * unit, 8 * unit]  # in no more than it needs
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "wanted"),
+    [(0, 1, [0]), (3, 10, [0]), (9, 10, [0]), (10, 15, [10]), (9, 11, [0, 10]), (14, 20, [10, 15])],
+)
+def test_no_chunk_is_read_but_what_holds_what_is_wanted(start: int, stop: int, wanted: list[int]) -> None:
+    chunks = [(first, end - first, "__0_0.distcp", 100 * first, 100) for first, end in ((0, 10), (10, 15), (15, 20))]
+    found = IndexEntry.model_validate({"dtype": "float32", "numel": 20, "chunks": chunks}).touching(start, stop)
+    assert [chunk.offset for chunk in found] == wanted
+
+
+@pytest.mark.parametrize("spans", [((1, 10), (10, 20)), ((0, 10), (11, 20)), ((0, 11), (10, 20)), ((0, 10), (10, 19))])
+def test_chunks_that_lack_an_element_or_have_one_twice_are_refused(spans: Any) -> None:
+    """What no chunk holds would be read as whatever lay in memory."""
+    chunks = [(first, end - first, "__0_0.distcp", 0, 100) for first, end in spans]
+    with pytest.raises(ValueError, match="do not hold every element once"):
+        IndexEntry.model_validate({"dtype": "float32", "numel": 20, "chunks": chunks})
+
+
+@pytest.mark.parametrize("numel", [19, 21])
+def test_a_tensor_of_another_size_is_refused(numel: int, tmp_path: Path) -> None:
+    entry = {"dtype": "float32", "numel": 20, "chunks": [[0, 20, "__0_0.distcp", 0, 100]]}
+    (tmp_path / "index.json").write_text(json.dumps({"version": 1, "entries": {"weights/a": entry}}))
+    with pytest.raises(BadInput, match=f"weights/a has 20 elements, but the model here has {numel}"):
+        Reader(tmp_path).whole("weights/a", numel)
 
 
 def save_while_training(world: Any, case: Case, folder: Path) -> Any:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -219,6 +220,65 @@ def test_a_run_keeps_its_own_and_sets_newer_ones_aside(tmp_path: Path) -> None:
         "step-7",
         "step-8.set-aside",
     ]
+
+
+def test_a_checkpoint_that_is_half_removed_is_not_kept_for_good(tmp_path: Path) -> None:
+    for step in (3, 6, 7):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / ("COMPLETE" if step > 3 else "COMPLETE.removed")).touch()
+    CheckpointManager(tmp_path, 1, OneRank(), keep_every=3).begin_behind(7)  # type: ignore[arg-type]
+    assert steps(tmp_path) == ["step-7", "step-6"]
+
+
+def test_the_newest_is_that_of_the_largest_number(tmp_path: Path) -> None:
+    for step in (9, 100, 10):
+        (tmp_path / f"step-{step}").mkdir()
+    assert steps(tmp_path) == ["step-100", "step-10", "step-9"]
+
+
+def test_a_save_cut_off_beside_the_same_step_s_checkpoint_takes_no_name(tmp_path: Path) -> None:
+    """Killed before it removed the one that it replaces: a start that gave it the name ended there."""
+    for name in ("step-3", "step-3.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "COMPLETE").touch()
+    finish_cut_off(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-3.partial"]
+
+
+def test_a_save_takes_the_place_of_one_of_the_same_step(tmp_path: Path) -> None:
+    for name in ("step-3", "step-3.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert integrity.complete(tmp_path / "step-3.partial", {}) == tmp_path / "step-3"
+    assert {path.name for path in (tmp_path / "step-3").iterdir()} == {"COMPLETE", "step-3.partial"}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+def test_a_run_s_last_save_is_its_newest_marker_s(tmp_path: Path) -> None:
+    """By it `--resume auto` takes the newest run; a save that lacks but its name counts."""
+    assert integrity.newest_marker(tmp_path) is None
+    for name, written in (("step-1", 100), ("step-2", 300), ("step-10", 200), ("step-11.partial", 400)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "COMPLETE").touch()
+        os.utime(tmp_path / name / "COMPLETE", (written, written))
+        assert integrity.newest_marker(tmp_path) == max(written, 300 if name == "step-10" else 0)
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    """The last one is due by its number and at the end."""
+    manager, written = CheckpointManager(tmp_path, 1, OneRank()), list[int]()  # type: ignore[arg-type]
+    manager.write_folder = lambda step, *_: written.append(step)  # type: ignore[method-assign]
+    for step in (5, 5, 6, 6):
+        manager.save(SimpleNamespace(step=step), None, blocking=True)  # type: ignore[arg-type]
+    assert written == [5, 6]
+
+
+def test_what_a_run_goes_on_from_is_not_saved_again(folder: Path) -> None:
+    manager, written = CheckpointManager(folder, 2, OneRank()), list[int]()  # type: ignore[arg-type]
+    manager.write_folder = lambda step, *_: written.append(step)  # type: ignore[method-assign]
+    record = manager.load(folder / "step-3", CASE.layout(), None)
+    manager.save(record, None, blocking=True)
+    assert written == []
 
 
 def load_into(world: Any, case: Case, folder: Path) -> None:

@@ -167,6 +167,19 @@ def test_conversations_without_a_turn_of_the_assistant_are_refused(tmp_path: Pat
     assert opened(tmp_path, [renamed, CHAT]).valid_tokens(0, 8)
 
 
+def test_a_first_token_alone_is_nothing_to_learn() -> None:
+    """No window predicts it."""
+    given = {"name": "chats", "tokens": np.arange(9), "seq_len": 4, "seed": 1, "vocab": 9, "max_token": 8}
+    rest = {"end_of_document": None, "tokenizer": "none"}
+    for learnt, total in ((0, None), (1, 1), (8, 1)):
+        trained = (np.arange(9) == learnt).astype(np.uint8)
+        if total is None:
+            with pytest.raises(BadInput, match="nothing to learn"):
+                Dataset.one(**given, **rest, trained=trained)
+        else:
+            assert Dataset.one(**given, **rest, trained=trained).valid_tokens(0, 2) == total
+
+
 def test_a_template_that_does_not_do_is_named(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, template=None)
     with pytest.raises(BadInput, match=r"needs a chat template, and the tokenizer tokenizer\.json has none"):

@@ -164,6 +164,8 @@ def test_batches_are_what_is_asked_for_whoever_asks() -> None:
 def test_a_source_of_tiny_weight_still_gives_samples() -> None:
     assert shares_of([1e9, 10]) == [2**24 - 1]
     assert counts(2**25, shares_of([1e9, 10]))[1] == 2
+    assert shares_of([10, 1e9]) == [1]
+    assert counts(2**25, shares_of([10, 1e9])) == [2, 2**25 - 2]
 
 
 def test_epochs_of_each_source_are_told_and_too_many_warned_of(tmp_path: Path) -> None:

@@ -236,6 +236,19 @@ def test_tokens_outside_the_vocabulary_are_refused_at_open_and_at_use(token_file
         data.samples(0, 16, 0, 16)
 
 
+def test_the_largest_token_may_come_early(tmp_path: Path) -> None:
+    """Told by the last part of a long text alone, a model too small for it began to train."""
+    tokenizer = load_tokenizer("bytes", tmp_path)
+    with token_file_writer(tmp_path / "out", tokenizer) as writer:
+        for tokens in ([7, END], [3, 4], [5, 6]):
+            writer.append(TokenBatch(np.array(tokens, dtype=tokenizer.dtype), np.array([2]), 2))
+    with pytest.raises(BadInput, match=r"token id 256 .* vocabulary of 256"):
+        opened(tmp_path / "out", vocab=256)
+    ends = opened(tmp_path / "out").streams[0].ends
+    assert ends is not None
+    assert ends.tolist() == [2, 4, 6]  # counted from the file's first token
+
+
 def test_tokenising_needs_no_torch() -> None:
     program = "import sys, hethub.runtime.data.tokenise; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG_SECONDS)

@@ -21,8 +21,17 @@ TWO_CHUNKS = [
 
 def train_counting(world: Any, case: Case) -> tuple[list[tuple[float, float | None]], Shards, int, int]:
     """Losses and norms, weights, the bytes that microbatches keep behind a step, and the most that they kept."""
-    trainer = build_trainer(world, case)
+    trainer, losses = build_trainer(world, case), []
+    run_step = trainer.executor.run_step
+
+    def noted(*given: Any) -> Any:
+        losses.append(run_step(*given))
+        return losses[-1]
+
+    trainer.executor.run_step = noted
     outcomes = [trainer.run_step(step) for step in range(1, 4)]
+    assert not trainer.executor._step.inputs  # tokens too go with their microbatch
+    assert [loss.requires_grad for loss in losses] == [False] * 3  # nor does a loss hold its graph
     gc.collect()
     meter = trainer._meter
     return [(out.loss, out.grad_norm) for out in outcomes], shards(trainer), meter.live_bytes, meter.peak_bytes

@@ -95,3 +95,29 @@ def test_weights_are_sent_in_the_order_in_which_the_next_forward_needs_them() ->
         assert found == sorted(found)
         assert {layer for decays, layer in found if decays} == set(range(4))
         assert not found[0][0]
+
+
+def sent(world: Any, case: Case) -> tuple[int, int]:
+    """How often two steps of this rank send new weights, and of how many pieces it has some to send."""
+    trainer, found, begin = build_trainer(world, case), [], reduction.LocalPiece.start_gather
+
+    def start_gather(piece: reduction.LocalPiece, flat: Any) -> Any:
+        if piece.gathers:
+            found.append(piece)
+        return begin(piece, flat)
+
+    reduction.LocalPiece.start_gather = start_gather  # type: ignore[method-assign]
+    trainer.run_step(1)
+    trainer.run_step(2)
+    trainer.stepping.flush()
+    return len(found), sum(piece.gathers for piece in trainer.reducer.pieces)
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_a_step_sends_new_weights_once_when_chunks_are_stepped_apart(clip: float | None) -> None:
+    """Whether a chunk is stepped behind its backward, or when it is next at hand."""
+    stages = [chunked([(0, 2), (2, 4)], *PAIR, zero=1)]
+    case = Case(name="gathers", stages=stages, schedule="ministages", train={"grad_clip": clip})
+    for gathers, pieces in run_ranks(2, sent, case):
+        assert pieces >= 4
+        assert gathers == 2 * pieces

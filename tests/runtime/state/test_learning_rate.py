@@ -90,6 +90,9 @@ def test_a_fall_that_has_not_begun_begins_before_the_new_end() -> None:
     longer = resumed(TRAIN.replace(schedule="wsd"), 60, steps=400)
     assert longer.rate(360) == TRAIN.lr > longer.rate(361)
     assert longer.notes == []
+    # Of 100 steps the 91st is the first that is lower: behind the 90th the fall has not begun, behind the 91st it has.
+    assert resumed(TRAIN.replace(schedule="wsd"), 90, steps=400).rate(360) == TRAIN.lr
+    assert resumed(TRAIN.replace(schedule="wsd"), 91, steps=400).rate(100) == TRAIN.min_lr
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])

@@ -16,9 +16,23 @@ def test_loss_scale_halves_on_overflow_and_doubles_after_patience() -> None:
         scale.update(overflow=overflow)
         seen.append(scale.value)
     assert seen == [4, 4, 4, 2, 2, 2, 4, 4, 2, 1, 1, 1]  # never below 1
+    again = []
+    for _ in range(7):
+        scale.update(overflow=False)
+        again.append(scale.value)
+    assert again == [1, 1, 2, 2, 2, 4, 4]  # every third good step
     plain = LossScale("bf16")
     plain.update(overflow=True)
     assert (plain.value, plain.dynamic) == (1.0, False)
+
+
+def test_an_overflow_is_the_gradients_own_fault_at_scale_1_alone() -> None:
+    """There the run ends; at 2 the scale can still be halved."""
+    scale = LossScale("fp16", initial=2.0)
+    assert not scale.is_lowest
+    scale.update(overflow=True)
+    assert scale.is_lowest
+    assert LossScale("bf16").is_lowest
 
 
 def test_a_runs_scale_doubles_with_the_thousandth_good_step() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hethub.runtime.model.huggingface import write_folder
 from hethub.runtime.state.learning_rate import learning_rate
+from hethub.runtime.state.optimizer import _batches
 from hethub.spec.errors import RunFailed
 from hethub.spec.layout.tensors import model_tensors
+from hethub.spec.ranges import Range
 from tests.support.layouts import MODEL, Case, build_trainer, replica, shards, stage
 from tests.support.ranks import run_ranks, start_ranks
 
@@ -196,6 +199,13 @@ def owned_runs(world: Any, case: Case) -> tuple[int, int, int]:
     trainer = build_trainer(world, case)
     owned = [found for piece in trainer.reducer.pieces if (found := piece.piece.owned_runs(world.rank))]
     return len(owned), sum(map(len, owned)), len(trainer.optimizer.runs)
+
+
+def test_what_is_brought_at_once_is_as_much_as_fits() -> None:
+    """Of runs in their order; a run that is larger alone comes alone."""
+    runs: list[Any] = [SimpleNamespace(local=Range(0, size)) for size in (4, 6, 1, 9, 12, 3)]
+    assert [[run.local.size for run in batch] for batch in _batches(runs, 10)] == [[4, 6], [1, 9], [12], [3]]
+    assert list(_batches([], 10)) == []
 
 
 def test_runs_that_touch_in_storage_are_stepped_as_one() -> None:

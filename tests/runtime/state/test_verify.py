@@ -45,6 +45,10 @@ def found(world: Any, case: Case, changed: int, what: str) -> str:
         bits[:2] = bits[:2].flip(0)
     elif world.rank == changed:
         bits[trainer.reducer.norms[0].start if what == "norm" else 0] ^= 1
+    return found_in(world, trainer)
+
+
+def found_in(world: Any, trainer: Any) -> str:
     try:
         verify_copies(world, trainer.reducer, 7)
     except RunFailed as error:
@@ -66,6 +70,23 @@ def test_copies_that_differ_are_named_on_every_rank(changed: int, what: str, nam
     for said in run_ranks(3, found, CASE, changed, what):
         assert said.startswith(named)
         assert bool(said) == bool(named)
+
+
+def found_offloaded(world: Any, case: Case) -> str:
+    """What this rank says of the copies after a change of the second rank's in host memory."""
+    trainer = build_trainer(world, case)
+    (unit, *_) = trainer.storage.offloaded_weights
+    before = found_in(world, trainer)
+    if world.rank == 1:
+        trainer.storage.offloaded_weights[unit].view(torch.int16)[0] ^= 1
+    return before or found_in(world, trainer)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_copies_in_host_memory_are_compared(zero: int) -> None:
+    stages = [stage((0, 4), replica([0], 4, 2), replica([1], 4, 2), zero=zero, offload=["parameters"])]
+    for said in run_ranks(2, found_offloaded, Case(name="offloaded", stages=stages, precision="bf16")):
+        assert said.startswith("step 7: ranks 0 and 1 hold different bits")
 
 
 def owners(world: Any, case: Case, other: int) -> str:
