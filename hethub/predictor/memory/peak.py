@@ -66,8 +66,9 @@ def _layer_by_layer(
         activations = microbatches.activations - (top - layer) * microbatches.freed_by_layer
         yield Moment(activations, units[layer] + below + at_hand, units[layer] + above + tied)
         if joined:
-            yield Moment(activations, units[layer] + at_hand + joined * max(units[layer], at_hand), above + tied)
-            left = max((1 + joined) * units[layer] + tied, (1 + joined) * tied * (layer == 0))
+            arrived = tied if layer in (0, top) else 0.0
+            yield Moment(activations, (1 + joined) * units[layer] + arrived, above + tied)
+            left = (1 + joined) * units[layer] + tied
             yield Moment(activations - microbatches.freed_by_layer, units[layer] + below + at_hand, left)
 
 
