@@ -78,7 +78,8 @@ class Shard:
         first, *others = self._updated_at_once
         chunks = [(self.parameters.tied, *first), *others]
         if self._moves:
-            return max(a + b for chunk in chunks for a, b in pairwise([min(unit, full) for unit in (0.0, *chunk)]))
+            pairs = (a + b for chunk in chunks for a, b in pairwise(min(unit, full) for unit in chunk))
+            return max(*pairs, *(min(2 * full, unit) for chunk in chunks for unit in chunk))
         return min(2 * full, max(map(sum, chunks)))
 
     @cached_property

@@ -9,10 +9,11 @@ from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.memory.parameters import replica_widths
 from hethub.predictor.memory.shards import Shard
 from hethub.predictor.memory.state import Resident, resident
+from hethub.predictor.memory.surroundings import surroundings
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
-from tests.predictor.plans import cluster, uniform
+from tests.predictor.plans import cluster, under, uniform
 
 MODEL = ModelSpec(name="grouped", layers=6, hidden=128, heads=8, kv_heads=4, ffn=344, vocab=512, max_seq_len=64)
 # Of a layer: queries and output, keys and values, gate, up and down.
@@ -28,9 +29,8 @@ def parameters(tied: bool) -> int:
 def even(model: ModelSpec = MODEL, device: str = "CPU-core", pp: int = 2, dp: int = 3, **more: Any) -> Layout:
     tp = more.pop("tp", 1)
     on = cluster((device, 1, pp * dp * tp))
-    return uniform(
-        model, on, tp=tp, pp=pp, micro_batch=1, batch=dp, seq=32, precision=more.pop("precision", "fp32"), **more
-    )
+    more = {"seq": 32, "precision": "fp32", **more}
+    return uniform(model, on, tp=tp, pp=pp, micro_batch=1, batch=dp, **more)
 
 
 def cut(cuts: list[list[float]], zero: int) -> Layout:
@@ -120,3 +120,122 @@ def test_other_frameworks_step_both_copies_of_a_tied_head(zero: int, parts: int)
     other = residents(layout, Software(stack="other", context_parallel=2, one_tied_copy=False))[-1]
     own = 3 * (MATRICES + NORMS) + 128
     assert other.owned == pytest.approx((own + TABLE) / parts)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_norms_and_a_head_tied_to_another_stage_stay(zero: int) -> None:
+    last = residents(even(MODEL.replace(tied_head=True), zero=zero))[-1]
+    stay, units = 3 * NORMS + 128 + TABLE, 3 * MATRICES
+    assert last.gradients == stay + units / 3
+    assert last.weights == stay + units / (3 if zero == 3 else 1)
+
+
+def test_offloaded_weights_leave_norms_and_a_tied_head_behind() -> None:
+    """In one stage the tied embedding goes, too."""
+    tied, offload = MODEL.replace(tied_head=True), ["parameters"]
+    last, alone = residents(even(tied, offload=offload))[-1], residents(even(tied, pp=1, offload=offload))[0]
+    assert (last.weights, last.host_weights_bytes) == (3 * NORMS + 128 + TABLE, 4 * 3 * MATRICES)
+    assert (alone.weights, alone.host_weights_bytes) == (6 * NORMS + 128, 4 * (6 * MATRICES + TABLE))
+
+
+LARGE = ModelSpec(name="large", layers=4, hidden=2048, heads=16, kv_heads=4, ffn=8192, vocab=8192, max_seq_len=256)
+
+
+def test_an_update_brings_what_its_chunk_steps_and_no_more_than_three_parts() -> None:
+    """Both moments in fp32, and the weights where these are away, too; a part is two buckets of four Mi elements."""
+    model = MODEL.replace(layers=8)
+    for offload, each in ((["optimizer"], 8), (["optimizer", "parameters"], 12)):
+        layout = even(model, dp=1, offload=offload)
+        layout = bind(under("ministages", layout.plan, 2), model, layout.cluster)
+        owned, chunk = 4 * (MATRICES + NORMS) + TABLE, (2 * MATRICES + TABLE) / (4 * MATRICES + TABLE)
+        assert residents(layout)[0].update_bytes == pytest.approx(each * owned * chunk)
+    (large,) = residents(even(LARGE, pp=1, dp=1, offload=["optimizer"]))
+    assert large.update_bytes == 8 * 3 * 2 * 4 * 2**20
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_new_weights_pass_the_device_on_their_way_to_other_hosts(zero: int) -> None:
+    """Unit by unit, in bf16, beside a copy of it where it is joined; under ZeRO-3 each keeps its own."""
+    layout = even(pp=1, zero=zero, offload=["parameters"], precision="bf16")
+    assert residents(layout, width=2)[0].update_bytes == (2 * (MATRICES + TABLE) if zero < 3 else 0)
+
+
+def test_other_frameworks_buffers_are_in_what_was_fitted() -> None:
+    plan = even(pp=1, zero=3, offload=["parameters"])
+    assert [tuple(residents(plan, software)[0].moves) for software in (HETHUB, Software(gathers_ahead=False))] == [
+        (True, True),
+        (False, False),
+    ]
+
+
+def test_replicas_that_share_state_exchange_two_neighbouring_buckets() -> None:
+    """All matrices of a small stage, two units of it where these come and go, or the only one that a chunk has."""
+    tied = MODEL.replace(tied_head=True)
+    assert [residents(even(pp=1, dp=dp, zero=zero))[0].block_bytes for dp, zero in ((3, 0), (1, 1))] == [0, 0]
+    assert residents(even(pp=1, zero=1))[0].block_bytes == 4 * (6 * MATRICES + 2 * TABLE)
+    assert residents(even(pp=1, zero=2))[0].block_bytes == 4 * (2 * MATRICES + TABLE)
+    assert residents(even(tied.replace(vocab=8192), pp=1, zero=2))[0].block_bytes == 4 * (MATRICES + 16 * TABLE)
+    assert residents(even(pp=1, zero=1, precision="bf16"), width=2)[0].block_bytes == 4 * (6 * MATRICES + 2 * TABLE)
+    layout = even(pp=1, zero=2)
+    layered = bind(under("ministages", layout.plan, 6), MODEL, layout.cluster)
+    assert residents(layered)[0].block_bytes == 4 * (MATRICES + TABLE)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_large_matrices_are_buckets_of_their_own(zero: int, chunks: int) -> None:
+    """Gate and up neighbour each other, in a chunk of one layer, too, where one of them was counted; a bucket may have up to
+    four Mi elements more."""
+    layout = even(LARGE, pp=1, zero=zero)
+    layout = bind(under("ministages" if chunks > 1 else "1f1b", layout.plan, chunks), LARGE, layout.cluster)
+    assert 0 <= residents(layout)[0].block_bytes / 4 - 2 * 8192 * 2048 <= 2 * 4 * 2**20
+
+
+def around(layout: Layout, rank: int, software: Software = HETHUB, width: int = 4, **more: bool) -> dict[str, float]:
+    own = layout.assignments[rank]
+    widths = replica_widths(layout.model, layout.replica(own.stage, own.replica), software)[0]
+    return surroundings(Shard(layout, own.stage, widths, software, width), own, **{"on_cpu": True, **more})
+
+
+def test_what_surrounds_the_tensors_of_a_rank() -> None:
+    """Rotations' two tables, messages or the hidden state, logits with their gradient in fp32 at least, a layer's results."""
+    model = MODEL.replace(ffn=384)
+    tables, hidden, layer = 2 * 32 * 16, 32 * 128, 32 * (6 * 384 + 4 * 128)
+    GiB = 2**30
+    assert around(even(model, dp=1), 1) == {
+        "buffers": 4 * (tables + 4 * hidden), "logits": 4 * 32 * 512, "temporaries": 4 * layer, "communicator": 0,
+        "framework": GiB / 4,
+    }  # fmt: skip
+    two = even(model, pp=1, dp=1, tp=2, precision="bf16")
+    half = 32 * (6 * 384 / 2 + 4 * 128)
+    assert around(two, 0, width=2) == {
+        "buffers": 2 * (tables + hidden), "logits": (2 + 4) * 32 * 512 / 2, "temporaries": 2 * half, "communicator": 0,
+        "framework": GiB / 4,
+    }  # fmt: skip
+    device = even(model, "A100-SXM4-80GB", pp=1, dp=1, tp=2, precision="bf16")
+    assert around(device, 0, width=2, on_cpu=False) == {
+        "buffers": 2 * (tables + hidden), "logits": 10 * 32 * 512 / 2, "temporaries": 0, "communicator": 2.5 * GiB,
+        "framework": int(1.2 * GiB),
+    }  # fmt: skip
+
+
+def test_logits_are_there_for_1024_tokens_at_a_time() -> None:
+    """Other frameworks hold all of those that a rank has of the sequence."""
+    layout = even(MODEL.replace(max_seq_len=4096), pp=1, dp=1, tp=2, seq=4096)
+    assert around(layout, 0)["logits"] == 4 * 1024 * 512 / 2
+    other = Software(chunked_loss=False, context_parallel=2)
+    assert around(layout, 0, other)["logits"] == 4 * 4096 / 2 * 512
+
+
+def test_pinned_states_and_activations_grow_as_their_largest_buffers() -> None:
+    """Moments are brought eight Mi elements at a time; the largest tensor that a layer keeps is as wide as its MLP."""
+    (small,) = rank_memory(even(device="A100-SXM4-80GB", pp=1, dp=1, offload=["optimizer", "activations"]))
+    grown = 2**23 / (4 * parameters(tied=False))  # one buffer of 1.2 M elements
+    assert 0.5 < 1 / grown < 1
+    assert small.host_parts["optimizer"] == pytest.approx(8 * parameters(tied=False) * grown, rel=1e-4)
+    (plain,) = rank_memory(even(pp=1, dp=1, offload=["activations"]))
+    kept = plain.host_parts["activations"]
+    assert small.host_parts["activations"] == pytest.approx(kept * 2**16 / (4 * 32 * 344), rel=1e-4)
+    (large,) = rank_memory(even(LARGE, "A100-SXM4-80GB", pp=1, dp=1, offload=["optimizer"]))
+    moments = 8 * (4 * LARGE.layer_parameters + 2 * 8192 * 2048 + 2048)
+    assert large.host_parts["optimizer"] == pytest.approx(moments)  # in buffers of 32 MiB
