@@ -6,8 +6,10 @@ import pytest
 
 from hethub.predictor import rank_memory
 from hethub.predictor.cost.software import HETHUB, Software
-from hethub.predictor.memory.parameters import replica_widths
-from hethub.predictor.memory.shards import Shard
+from hethub.predictor.memory.activations import HeldActivations
+from hethub.predictor.memory.parameters import RankParameters, rank_widths, replica_widths
+from hethub.predictor.memory.peak import Moment, _chunk_by_chunk
+from hethub.predictor.memory.shards import Descent, Shard
 from hethub.predictor.memory.state import Resident, resident
 from hethub.predictor.memory.surroundings import surroundings
 from hethub.spec.layout.bind import Layout, bind
@@ -29,11 +31,11 @@ def parameters(tied: bool) -> int:
 def even(model: ModelSpec = MODEL, device: str = "CPU-core", pp: int = 2, dp: int = 3, **more: Any) -> Layout:
     tp = more.pop("tp", 1)
     on = cluster((device, 1, pp * dp * tp))
-    more = {"seq": 32, "precision": "fp32", **more}
-    return uniform(model, on, tp=tp, pp=pp, micro_batch=1, batch=dp, **more)
+    more = {"seq": 32, "precision": "fp32", "batch": dp, **more}
+    return uniform(model, on, tp=tp, pp=pp, micro_batch=1, **more)
 
 
-def cut(cuts: list[list[float]], zero: int) -> Layout:
+def cut(cuts: list[list[float]], zero: int, **more: Any) -> Layout:
     """One stage whose replicas' ranks have these tensor shares."""
     replicas, size = [], 0
     for shares in cuts:
@@ -42,7 +44,7 @@ def cut(cuts: list[list[float]], zero: int) -> Layout:
     on = cluster(("CPU-core", 1, size))
     plan = {
         "model": MODEL.name, "cluster": on.name, "global_batch": len(cuts), "seq_len": 16, "precision": "fp32",
-        "stages": [{"layers": [[0, MODEL.layers]], "replicas": replicas, "zero": zero}],
+        "stages": [{"layers": [[0, MODEL.layers]], "replicas": replicas, "zero": zero, **more}],
     }  # fmt: skip
     return bind(PlanSpec.model_validate(plan), MODEL, on)
 
@@ -176,6 +178,7 @@ def test_replicas_that_share_state_exchange_two_neighbouring_buckets() -> None:
     assert residents(even(pp=1, zero=2))[0].block_bytes == 4 * (2 * MATRICES + TABLE)
     assert residents(even(tied.replace(vocab=8192), pp=1, zero=2))[0].block_bytes == 4 * (MATRICES + 16 * TABLE)
     assert residents(even(pp=1, zero=1, precision="bf16"), width=2)[0].block_bytes == 4 * (6 * MATRICES + 2 * TABLE)
+    assert residents(even(pp=1, zero=1, offload=["parameters"]))[0].block_bytes == 4 * (2 * MATRICES + TABLE)
     layout = even(pp=1, zero=2)
     layered = bind(under("ministages", layout.plan, 6), MODEL, layout.cluster)
     assert residents(layered)[0].block_bytes == 4 * (MATRICES + TABLE)
@@ -237,5 +240,65 @@ def test_pinned_states_and_activations_grow_as_their_largest_buffers() -> None:
     kept = plain.host_parts["activations"]
     assert small.host_parts["activations"] == pytest.approx(kept * 2**16 / (4 * 32 * 344), rel=1e-4)
     (large,) = rank_memory(even(LARGE, "A100-SXM4-80GB", pp=1, dp=1, offload=["optimizer"]))
+    (half,) = rank_memory(even(device="A100-SXM4-80GB", pp=1, dp=1, offload=["optimizer"], precision="bf16"))
+    assert half.host_parts["optimizer"] == pytest.approx(
+        small.host_parts["optimizer"] * 12 / 8
+    )  # a master copy besides
     moments = 8 * (4 * LARGE.layer_parameters + 2 * 8192 * 2048 + 2048)
     assert large.host_parts["optimizer"] == pytest.approx(moments)  # in buffers of 32 MiB
+
+
+def test_a_whole_gpt_has_its_parameters() -> None:
+    model = MODEL.replace(family="gpt", gated=False)
+    (alone,) = rank_widths(model, 1)
+    assert RankParameters.of(model, alone).of_layers(6, True, True) == model.parameters
+
+
+def test_tables_are_buckets_of_their_own() -> None:
+    """Beside the first layer's queries, or the last one's down projection."""
+    model = LARGE.replace(vocab=65536)
+    first, *_, last = residents(even(model, zero=1))
+    assert first.block_bytes / 4 >= 65536 * 2048 + 2048 * 2048
+    assert last.block_bytes / 4 >= 65536 * 2048 + 8192 * 2048
+
+
+def test_gradients_that_lie_apart_are_matrices() -> None:
+    """Of two halves beside a whole the latter's are copied; alone nobody sums what several ranks hold of keys."""
+    assert residents(cut([[1], [1, 1]], 1))[0].joined_bytes == 4 * (6 * MATRICES + 2 * TABLE)
+    assert residents(even(pp=1, dp=1, tp=8))[0].joined_bytes == 0
+    offloaded = residents(cut([[1], [1, 1]], 1, offload=["parameters"]))[0]
+    assert offloaded.joined_bytes == 4 * (6 * MATRICES + 2 * TABLE)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_neighbours_lie_beside_each_other_at_a_models_ends(rank: int) -> None:
+    """Weights of the layer at work and the next, gradients of the layer at work and the one before, with the embedding of
+    the first layer or the head of the last."""
+    stay, units = 3 * NORMS + 128 * (rank == 3), 3 * MATRICES + TABLE
+    pair = 2 * MATRICES + TABLE
+    offloaded, sharded = even(seq=8, offload=["parameters"]), even(seq=8, zero=2)
+    assert rank_memory(offloaded)[rank].parts["weights"] == 4 * (stay + pair)
+    assert rank_memory(sharded)[rank].parts["gradients"] == int(4 * (units / 3 + stay + pair))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_tied_embedding_waits_for_the_microbatch_before(microbatches: int) -> None:
+    """Its gradient is on the way when the next microbatch opens it again; with the only one two layers are at most beside
+    it, where the first layer is announced."""
+    layout = even(MODEL.replace(tied_head=True, vocab=8192), pp=1, seq=8, zero=3, batch=3 * microbatches)
+    words, stay = 16 * TABLE, 6 * NORMS + 128
+    parts = rank_memory(layout)[0].parts
+    owned = (6 * MATRICES + words) / 3 + stay
+    assert parts["weights"] == int(4 * (owned + 2 * MATRICES + words))
+    assert parts["gradients"] == int(
+        4 * (owned + (2 * MATRICES + words if microbatches == 1 else MATRICES + 2 * words))
+    )
+    full = rank_memory(even(MODEL.replace(tied_head=True, vocab=8192), pp=1, seq=8))[0].parts["activations"]
+    assert (parts["activations"] < full / 2) is (microbatches == 1)
+
+
+def test_chunks_free_what_all_microbatches_kept() -> None:
+    """Two chunks that keep 1 and 4 of 10: the lower one goes down without the upper one's 4."""
+    microbatches = HeldActivations(10.0, 0.5, (1.0, 4.0), 0.0)
+    ways = [Descent(1, 2, 0.0, 7.0, 8.0), Descent(0, 0, 0.0, 7.0, 8.0), Descent(0, -1, 1.0, 7.0, 8.0)]
+    assert list(_chunk_by_chunk(ways, microbatches)) == [Moment(kept, 7.0, 8.0) for kept in (9.0, 6.0, 5.5)]
