@@ -6,7 +6,7 @@ import pytest
 
 from hethub.predictor import rank_memory
 from hethub.predictor.cost.software import HETHUB, Software
-from hethub.predictor.memory.activations import HeldActivations
+from hethub.predictor.memory.activations import HeldActivations, kept_per_sample
 from hethub.predictor.memory.parameters import RankParameters, rank_widths, replica_widths
 from hethub.predictor.memory.peak import Moment, _chunk_by_chunk
 from hethub.predictor.memory.shards import Descent, Shard
@@ -232,13 +232,15 @@ def test_logits_are_there_for_1024_tokens_at_a_time() -> None:
 
 def test_pinned_states_and_activations_grow_as_their_largest_buffers() -> None:
     """Moments are brought eight Mi elements at a time; the largest tensor that a layer keeps is as wide as its MLP."""
-    (small,) = rank_memory(even(device="A100-SXM4-80GB", pp=1, dp=1, offload=["optimizer", "activations"]))
+    (small,) = rank_memory(even(device="A100-SXM4-80GB", pp=1, dp=1, offload=["optimizer"]))
     grown = 2**23 / (4 * parameters(tied=False))  # one buffer of 1.2 M elements
     assert 0.5 < 1 / grown < 1
     assert small.host_parts["optimizer"] == pytest.approx(8 * parameters(tied=False) * grown, rel=1e-4)
-    (plain,) = rank_memory(even(pp=1, dp=1, offload=["activations"]))
-    kept = plain.host_parts["activations"]
-    assert small.host_parts["activations"] == pytest.approx(kept * 2**16 / (4 * 32 * 344), rel=1e-4)
+    plain, pinned = (
+        rank_memory(even(device=device, pp=1, dp=1, seq=40, offload=["activations"]))[0].host_parts["activations"]
+        for device in ("CPU-core", "A100-SXM4-80GB")
+    )
+    assert pinned == pytest.approx(plain * 2**16 / (4 * 40 * 344), rel=1e-4)
     (large,) = rank_memory(even(LARGE, "A100-SXM4-80GB", pp=1, dp=1, offload=["optimizer"]))
     (half,) = rank_memory(even(device="A100-SXM4-80GB", pp=1, dp=1, offload=["optimizer"], precision="bf16"))
     assert half.host_parts["optimizer"] == pytest.approx(
@@ -268,6 +270,7 @@ def test_gradients_that_lie_apart_are_matrices() -> None:
     assert residents(even(pp=1, dp=1, tp=8))[0].joined_bytes == 0
     offloaded = residents(cut([[1], [1, 1]], 1, offload=["parameters"]))[0]
     assert offloaded.joined_bytes == 4 * (6 * MATRICES + 2 * TABLE)
+    assert offloaded.update_bytes == 4 * 2 * (MATRICES + TABLE)  # new weights of an end's unit, beside their parts
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -302,3 +305,26 @@ def test_chunks_free_what_all_microbatches_kept() -> None:
     microbatches = HeldActivations(10.0, 0.5, (1.0, 4.0), 0.0)
     ways = [Descent(1, 2, 0.0, 7.0, 8.0), Descent(0, 0, 0.0, 7.0, 8.0), Descent(0, -1, 1.0, 7.0, 8.0)]
     assert list(_chunk_by_chunk(ways, microbatches)) == [Moment(kept, 7.0, 8.0) for kept in (9.0, 6.0, 5.5)]
+
+
+def test_a_ranks_parts_are_what_it_has_and_what_surrounds_it() -> None:
+    matrices = 6 * MATRICES + 2 * TABLE
+    assert rank_memory(even(pp=1, zero=1))[0].parts["communicator"] == 4 * matrices  # blocks, on a CPU
+    whole = rank_memory(cut([[1], [1, 1]], 1))[0].parts
+    layer = 4 * 16 * (6 * 344 + 4 * 128)
+    assert whole["temporaries"] == layer + 4 * matrices - whole["activations"]  # joined when those are gone
+    halves = [entry.parts["weights"] for entry in rank_memory(cut([[3, 1]], 0))]
+    assert sum(halves) == 4 * (matrices + 2 * (6 * NORMS + 128))
+
+
+def test_what_a_sample_keeps_of_weights_gradients_put_off_and_of_tokens() -> None:
+    """Of every product its input and its result's gradient (MicrobatchPass), but the residual's, which two layers share;
+    of a token its id and whether the rank holds its row. Ranks that share the sequence keep their part of all."""
+    layout = even(pp=1, dp=1, tp=2)
+    whole, half = (
+        kept_per_sample(layout, rank_widths(MODEL, 1)[0], Software(context_parallel=cp), 4, "none") for cp in (1, 2)
+    )
+    inputs, gradients = 2 * 128 + 128 + 344, 2 * 128 + 128 + 2 * 64 + 2 * 344
+    assert whole.deferred_wgrad == 32 * 4 * (inputs + gradients - 128)
+    assert whole.first == 32 * (8 + 1)
+    assert whole == tuple(2 * part for part in half)
