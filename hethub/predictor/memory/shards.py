@@ -98,16 +98,16 @@ class Shard:
     @cached_property
     def descents(self) -> tuple[Descent, ...]:
         """Through the stage's chunks, where these go one after another."""
-        return _descents(*self._on_the_way)
+        return _descents(*self._on_the_way, self.layout.plan.steps_chunk_by_chunk)
 
     def joining_descents(self, joined: float) -> tuple[Descent, ...]:
         """Likewise, where so large a part of a unit is joined in copies."""
         return _joining_descents(*self._on_the_way, joined)
 
     @property
-    def _on_the_way(self) -> tuple[tuple[int, ...], int, tuple[Range, ...], bool]:
+    def _on_the_way(self) -> tuple[tuple[int, ...], int, tuple[Range, ...]]:
         held = self.parameters
-        return held.units, held.tied, tuple(self.chunks), self.layout.plan.steps_chunk_by_chunk
+        return held.units, held.tied, tuple(self.chunks)
 
     def joined(self, replica: int) -> float:
         """The part of its matrices that a replica's ranks join in copies, since what they reduce with the same others
@@ -201,21 +201,16 @@ def _descents(units: tuple[int, ...], tied: int, ranges: tuple[Range, ...], step
 
 @lru_cache(maxsize=1024)
 def _joining_descents(
-    units: tuple[int, ...], tied: int, ranges: tuple[Range, ...], stepped: bool, joined: float
+    units: tuple[int, ...], tied: int, ranges: tuple[Range, ...], joined: float
 ) -> tuple[Descent, ...]:
-    """A unit's weights beside the parts they came in, when the first microbatch enters it; its gradients beside the parts
-    they leave in, when the last one has. By then the first has entered all layers, and the chunk below is announced."""
-    found, above = [], 0.0
-    for chunk in range(len(ranges) - 1, -1, -1):
-        own, entered, left = ranges[chunk], 0.0, sum(units[ranges[chunk].start : ranges[chunk].stop])
-        ends, below = own.stop == len(units), units[own.start - 1] if own.start else 0.0
-        for layer in range(own.stop - 1, own.start - 1, -1):
-            at_hand = tied * (ends or not layer)
-            copies = joined * units[layer]
-            weights = entered + units[layer] + copies + at_hand
-            found.append(Descent(chunk, own.stop - 1 - layer, 0.0, weights, entered + above + tied))
-            at_hand = tied * (ends or own.start <= 1)
-            found.append(Descent(chunk, own.start - layer, 1.0, left + below + at_hand, left + copies + tied))
-            entered, left = entered + units[layer], left - units[layer]
-        above = units[own.start] * (not stepped)
+    """A unit's gradients beside the parts they leave in, when the last microbatch has passed. By then the first has entered
+    all layers, and the chunk below is announced."""
+    found = []
+    for chunk, own in enumerate(ranges):
+        below, left = units[own.start - 1] if own.start else 0.0, 0.0
+        at_hand = tied * (own.start <= 1 or own.stop == len(units))
+        for layer in range(*own):
+            left += units[layer]
+            gradients = left + joined * units[layer] + tied
+            found.append(Descent(chunk, own.start - layer, 1.0, left + below + at_hand, gradients))
     return tuple(found)

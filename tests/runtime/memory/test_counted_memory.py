@@ -30,13 +30,22 @@ def unlike(zero: int, **more: Any) -> list[dict[str, Any]]:
     return [stage((0, 6), replica([0], 4, 2), replica([1, 2], 4, 2), zero=zero, **more)]
 
 
-def wide(name: str, zero: int, others: list[int], schedule: str = "1f1b", precision: str = "fp32", **more: Any) -> Case:
+def wide(
+    name: str,
+    zero: int,
+    others: list[int],
+    schedule: str = "1f1b",
+    precision: str = "fp32",
+    *,
+    micro: int = 1,
+    **more: Any,
+) -> Case:
     """Two replicas whose weights and gradients make the peak, not what their samples keep."""
     model = MODEL.replace(**{"hidden": 256, "ffn": 704, "vocab": 4096, **more})
     layers = [(0, 3), (3, 6)] if schedule == "ministages" else [(0, 6)]
     return Case(
         name=f"wide, zero{zero}, {name}",
-        stages=[chunked(layers, replica([0], 2), replica(others, 2), zero=zero)],
+        stages=[chunked(layers, replica([0], 2, micro), replica(others, 2, micro), zero=zero)],
         global_batch=4,
         schedule=schedule,
         precision=precision,
@@ -90,6 +99,8 @@ CASES = [
     wide("ministages", 2, [1], "ministages"),
     wide("layered, tied head", 3, [1], "layered", tied_head=True),
     wide("tp 1 beside tp 2, ministages", 3, [1, 2], "ministages"),
+    wide("tp 1 beside tp 2, one microbatch", 3, [1, 2], micro=2),
+    wide("tp 1 beside tp 2, ministages, tied head", 3, [1, 2], "ministages", tied_head=True),
     wide("tp 1 beside tp 2, ministages, bf16, many words", 2, [1, 2], "ministages", "bf16", vocab=16384),
     wide("tp 1 beside tp 2, many words, tied head", 3, [1, 2], vocab=16384, tied_head=True),
     Case(
@@ -124,10 +135,10 @@ def test_counted_memory_is_the_plans(case: Case) -> None:
     case = Case(
         **{**vars(case), "precision": precision, "model": model, "seq_len": seq_len, "bucket_elements": BUCKET_ELEMENTS}
     )
-    foreseen = rank_memory(case.layout())
+    foreseen, close = rank_memory(case.layout()), 0.005 if seq_len == SHORT else 0.02
     counted = run_ranks(case.size, counted_bytes, case)
     for rank, (entry, (device, host)) in enumerate(zip(foreseen, counted, strict=True)):
-        assert sum(entry.parts[part] for part in COUNTED) == pytest.approx(device, rel=0.02), (
+        assert sum(entry.parts[part] for part in COUNTED) == pytest.approx(device, rel=close), (
             f"rank {rank}: {entry.parts}"
         )
         offloaded = entry.host_bytes - entry.host_parts["checkpoint"]  # of which none is written here
