@@ -63,8 +63,8 @@ def rank_memory(layout: Layout, software: Software = HETHUB, only: Collection[in
                     continue
                 node, widths = nodes[places[rank].node.name], cut[position % len(cut)]
                 island = places[rank].island
-                # Of replicas cut unlike, those of one cut join alike; where cuts are uneven, each rank steps its own part.
-                own_cut = None if stage_spec.cut_alike else (spec.tp, spec.tensor_shares, rank * uneven)
+                # Replicas of unlike degrees join unlike; where cuts are uneven, each rank steps its own part, too.
+                own_cut = None if stage_spec.cut_alike else (spec.tp, rank * uneven)
                 key = (load, own_cut if zero else replica, widths, named.get(rank), node.on_cpu, island)
                 if key not in known:
                     shard = shards.setdefault((stage, widths), Shard(layout, stage, widths, software, width))

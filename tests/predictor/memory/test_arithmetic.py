@@ -97,6 +97,11 @@ def test_pinned_weights_grow_to_powers_of_two_unit_by_unit(zero: int) -> None:
     assert rounded / 2 < buffer < rounded
     (middle,) = rank_memory(layout, only=[4])
     assert middle.host_parts["weights"] == pytest.approx(2 * rounded, rel=1e-4)
+    tied = even(MODEL.replace(tied_head=True), "A100-SXM4-80GB", pp=1, zero=zero, offload=["parameters"])
+    grown = rounded / buffer  # as the layers' buffers do, the embedding's too
+    assert rank_memory(tied)[0].host_parts["weights"] == pytest.approx(
+        4 * (6 * MATRICES + TABLE) / (3 if zero else 1) * grown, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -268,6 +273,7 @@ def test_gradients_that_lie_apart_are_matrices() -> None:
     """Of two halves beside a whole the latter's are copied; alone nobody sums what several ranks hold of keys."""
     assert residents(cut([[1], [1, 1]], 1))[0].joined_bytes == 4 * (6 * MATRICES + 2 * TABLE)
     assert residents(even(pp=1, dp=1, tp=8))[0].joined_bytes == 0
+    assert residents(even(pp=1, dp=2, tp=8), Software(gathers_ahead=False))[0].joined_bytes == 0
     offloaded = residents(cut([[1], [1, 1]], 1, offload=["parameters"]))[0]
     assert offloaded.joined_bytes == 4 * (6 * MATRICES + 2 * TABLE)
     assert offloaded.update_bytes == 4 * 2 * (MATRICES + TABLE)  # new weights of an end's unit, beside their parts
