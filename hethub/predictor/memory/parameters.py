@@ -4,6 +4,7 @@ The layout says how heads, columns and vocabulary rows are cut (hethub.spec.layo
 positions are whole on every rank. Families that the runtime does not train are counted alike.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -131,11 +132,17 @@ def stepped(layout: Layout, software: Software, stage: int, rank: int, held: Hel
         return held.own / (len(spec.replicas) * software.context_parallel) + apart
     if not spec.state_shares and any(replica.tensor_shares for replica in spec.replicas):
         (alone,) = rank_widths(layout.model, 1)
-        return StateMap(layout).owned_elements[rank] * sum(whole) / StageParameters.of(layout, stage, alone).total
+        return _owned_elements(layout)[rank] * sum(whole) / StageParameters.of(layout, stage, alone).total
     shared, apart = (whole.own, apart) if both_ends_step(layout) else (whole.own + (stage == 0) * whole.apart, 0.0)
     if not spec.state_shares:
         return shared / len(spec.ranks) + apart
-    return spec.every_state_share[rank] * shared + apart
+    return spec.every_state_share[rank] * shared
+
+
+@lru_cache(maxsize=8)
+def _owned_elements(layout: Layout) -> Mapping[int, int]:
+    """What the state map says each rank steps; of a large plan it takes a second."""
+    return StateMap(layout).owned_elements
 
 
 def _stepped_apart(layout: Layout, software: Software, stage: int, apart: float) -> float:

@@ -2,8 +2,9 @@
 
 Going down, a backward frees what layers kept, while the gradients of a layer fill beside those of the layer above,
 which are being reduced, and its weights lie beside those of the layer below, which are being fetched. Where a unit's
-parts are joined (`Shard.joins`), its weights lie beside the parts that they came in when they arrive, and its gradients
-beside the parts that they leave in when they are through, with no other on the way.
+parts are joined (`Shard.joined`), its gradients lie beside the parts that they leave in when they are through, with no
+other on the way. Its weights lie beside the parts that they came in, too, but before its gradients are there, which take
+as much.
 """
 
 from collections.abc import Iterable, Iterator
@@ -66,8 +67,7 @@ def _layer_by_layer(
         activations = microbatches.activations - (top - layer) * microbatches.freed_by_layer
         yield Moment(activations, units[layer] + below + at_hand, units[layer] + above + tied)
         if joined:
-            yield Moment(activations, units[layer] + at_hand + joined * max(units[layer], at_hand), above + tied)
-            left = max((1 + joined) * units[layer] + tied, (1 + joined) * tied * (layer == 0))
+            left = (1 + joined) * units[layer] + tied
             yield Moment(activations - microbatches.freed_by_layer, units[layer] + below + at_hand, left)
 
 

@@ -53,7 +53,8 @@ def rank_memory(layout: Layout, software: Software = HETHUB, only: Collection[in
     width = element_bytes(software.math_precision(layout.plan.precision))
     result, places = [], layout.cluster.places
     for stage, stage_spec in enumerate(layout.stages):
-        named = stage_spec.state_shares
+        named, zero = stage_spec.state_shares, stage_spec.zero
+        uneven = any(spec.tensor_shares for spec in stage_spec.replicas)
         for replica, spec in enumerate(stage_spec.replicas):
             load = (stage, spec.micro_batch, spec.samples, layout.in_flight[stage][replica])
             cut = replica_widths(layout.model, spec, software)
@@ -62,7 +63,9 @@ def rank_memory(layout: Layout, software: Software = HETHUB, only: Collection[in
                     continue
                 node, widths = nodes[places[rank].node.name], cut[position % len(cut)]
                 island = places[rank].island
-                key = (load, 0 if stage_spec.zero else replica, widths, named.get(rank), node.on_cpu, island)
+                # Replicas of unlike degrees join unlike; where cuts are uneven, each rank steps its own part, too.
+                own_cut = None if stage_spec.cut_alike else (spec.tp, rank * uneven)
+                key = (load, own_cut if zero else replica, widths, named.get(rank), node.on_cpu, island)
                 if key not in known:
                     shard = shards.setdefault((stage, widths), Shard(layout, stage, widths, software, width))
                     parts, host = _parts(shard, Assignment(rank, stage, replica, position), node.on_cpu)

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from hethub.predictor.cost.software import Software
@@ -20,7 +21,7 @@ class Descent(NamedTuple):
     """A moment on the way down through a stage's chunks: what has been freed, and elements of units at hand."""
 
     chunk: int
-    layers_passed: int  # in that chunk, by the first microbatch
+    layers_passed: int  # in that chunk, by the first microbatch; below zero what the last has yet to pass
     gone: float  # part of that chunk, by all microbatches
     weights: float
     gradients: float
@@ -77,7 +78,8 @@ class Shard:
         first, *others = self._updated_at_once
         chunks = [(self.parameters.tied, *first), *others]
         if self._moves:
-            return max(a + b for chunk in chunks for a, b in pairwise([min(unit, full) for unit in (0.0, *chunk)]))
+            pairs = (a + b for chunk in chunks for a, b in pairwise(min(unit, full) for unit in chunk))
+            return max(*pairs, *(min(2 * full, unit) for chunk in chunks for unit in chunk))
         return min(2 * full, max(map(sum, chunks)))
 
     @cached_property
@@ -96,23 +98,33 @@ class Shard:
     @cached_property
     def descents(self) -> tuple[Descent, ...]:
         """Through the stage's chunks, where these go one after another."""
-        return _descents(self.parameters.units, self.parameters.tied, tuple(self.chunks))
+        return _descents(*self._on_the_way, self.layout.plan.steps_chunk_by_chunk)
 
     def joining_descents(self, joined: float) -> tuple[Descent, ...]:
         """Likewise, where so large a part of a unit is joined in copies."""
-        return _joining_descents(self.parameters.units, self.parameters.tied, tuple(self.chunks), joined)
+        return _joining_descents(*self._on_the_way, joined)
+
+    @property
+    def _on_the_way(self) -> tuple[tuple[int, ...], int, tuple[Range, ...]]:
+        held = self.parameters
+        return held.units, held.tied, tuple(self.chunks)
 
     def joined(self, replica: int) -> float:
         """The part of its matrices that a replica's ranks join in copies, since what they reduce with the same others
         lies apart on them. Other frameworks cut alike."""
-        return self._sharing_buckets if self.software.gathers_ahead and self._lies_apart(replica) else 0.0
+        if not self.software.gathers_ahead:
+            return 0.0
+        if self._cut_elsewhere(replica):
+            return self._copied[False]
+        replicas = self.spec.replicas
+        return (
+            self._copied[True] if len(replicas) > 1 and replicas[replica].tp > self.layout.model.num_kv_heads else 0.0
+        )
 
-    def _lies_apart(self, replica: int) -> bool:
+    def _cut_elsewhere(self, replica: int) -> bool:
         """Whether a replica's ranks reduce neighbouring matrices, or parts of one, with unlike others: another replica cuts
-        them in other places, or ranks that hold the same heads sum keys and values together."""
+        them in other places."""
         model, replicas = self.layout.model, self.spec.replicas
-        if len(replicas) > 1 and replicas[replica].tp > model.num_kv_heads:
-            return True
         if self.spec.cut_alike:
             return False
         own = _cuts(model, replicas[replica].tp, replicas[replica].tensor_shares)
@@ -120,26 +132,45 @@ class Shard:
         return any(not theirs <= mine for other in others for theirs, mine in zip(other, own, strict=True))
 
     @cached_property
-    def _sharing_buckets(self) -> float:
-        """The part of the stage's matrices in buckets with others; of a matrix that is a bucket of its own, what a group
-        reduces is one run."""
+    def _copied(self) -> dict[bool, float]:
+        """The part of the stage's matrices that is copied, where keys and values alone are summed over other ranks than
+        the rest (True), and else. What comes and goes under ZeRO is copied as a whole where a part of it has to be."""
         layers = [1] * self.spec.num_layers if self._moves else [chunk.size for chunk in self.spec.chunks]
-        last = len(layers) - 1 if self.stage == self.layout.num_stages - 1 else None
-        counts = [
-            _in_shared_buckets(self.layout.model, run, self.stage == 0 and index == 0, index == last)
-            for index, run in enumerate(layers)
-        ]
-        return sum(shared for shared, _ in counts) / sum(every for _, every in counts)
+        last, found = len(layers) - 1 if self.stage == self.layout.num_stages - 1 else None, {}
+        for heads in (False, True):
+            counts = [
+                _in_copies(self.layout.model, run, self.stage == 0 and index == 0, index == last, heads)
+                for index, run in enumerate(layers)
+            ]
+            part = sum(copied for copied, _ in counts) / sum(every for _, every in counts)
+            found[heads] = float(part > 0) if self.spec.zero >= 2 else part
+        return found
 
 
 @lru_cache(maxsize=1024)
-def _in_shared_buckets(model: ModelSpec, layers: int, first: bool, last: bool) -> tuple[int, int]:
+def _in_copies(model: ModelSpec, layers: int, first: bool, last: bool, heads: bool) -> tuple[int, int]:
     """Elements of the matrices of so many neighbouring layers, with the model's ends where they have them: in buckets
-    with others, and all."""
-    table, layer = model.vocab * model.hidden, [tensor.numel for tensor in layer_tensors(model, 0) if tensor.decays]
-    sizes = [table] * first + layer * layers + [table] * (last and not model.tied_head)
-    shared = [sum(sizes[bucket.start : bucket.stop]) for bucket in cut_full(sizes) if bucket.size > 1]
-    return sum(shared), sum(sizes)
+    whose parts lie apart, and all.
+
+    Of a matrix that is a bucket of its own, what a group reduces is one run. Where `heads` are held by several ranks, so
+    is what a bucket has of keys and values, and what stands on one side of these.
+    """
+    table, layer = (
+        [(model.vocab * model.hidden, False)],
+        [tensor for tensor in layer_tensors(model, 0) if tensor.decays],
+    )
+    matrices = table * first + [(tensor.numel, tensor.axis == "kv") for tensor in layer] * layers
+    matrices += table * (last and not model.tied_head)
+    buckets = [matrices[bucket.start : bucket.stop] for bucket in cut_full([size for size, _ in matrices])]
+    sizes = [
+        (sum(size for size, _ in bucket), len(bucket) > 1 and (not heads or _runs(bucket) > 2)) for bucket in buckets
+    ]
+    return sum(size for size, apart in sizes if apart), sum(size for size, _ in sizes)
+
+
+def _runs(bucket: list[tuple[int, bool]]) -> int:
+    """How often a bucket changes between keys or values and other matrices, and one."""
+    return sum(1 for _ in groupby(bucket, itemgetter(1)))
 
 
 @lru_cache(maxsize=1024)
@@ -150,20 +181,21 @@ def _cuts(model: ModelSpec, tp: int, tensor_shares: tuple[float, ...] | None) ->
 
 
 @lru_cache(maxsize=1024)
-def _descents(units: tuple[int, ...], tied: int, ranges: tuple[Range, ...]) -> tuple[Descent, ...]:
+def _descents(units: tuple[int, ...], tied: int, ranges: tuple[Range, ...], stepped: bool) -> tuple[Descent, ...]:
     """All microbatches on their way down through a chunk: its layers stay until the last of them has passed.
 
-    The first microbatch enters them one by one, the next announced, and frees what it kept of those above.
+    The first microbatch enters them one by one, the next announced, and frees what it kept of those above. What the
+    chunk above has left is still being reduced, unless that was `stepped`.
     """
-    chunks = [units[own.start : own.stop] for own in ranges]
-    above, found = 0.0, []
-    for chunk in range(len(chunks) - 1, -1, -1):
-        at_hand = tied * (chunk in (0, len(chunks) - 1))
-        downward = [*chunks[chunk][::-1], chunks[chunk - 1][-1] if chunk else 0.0]
-        for passed, entered in enumerate(accumulate(downward[:-1])):
-            weights = entered + downward[passed + 1] + at_hand
-            found.append(Descent(chunk, passed, 0.0, weights, entered + above + tied))
-        above = chunks[chunk][0]
+    found, above = [], 0.0
+    for chunk in range(len(ranges) - 1, -1, -1):
+        own, entered = ranges[chunk], 0.0
+        for layer in range(own.stop - 1, own.start - 1, -1):
+            entered += units[layer]
+            at_hand = tied * (layer <= 1 or own.stop == len(units))  # with the first layer it is announced, too
+            weights = entered + (units[layer - 1] if layer else 0.0) + at_hand
+            found.append(Descent(chunk, own.stop - 1 - layer, 0.0, weights, entered + above + tied))
+        above = units[own.start] * (not stepped)
     return tuple(found)
 
 
@@ -171,18 +203,14 @@ def _descents(units: tuple[int, ...], tied: int, ranges: tuple[Range, ...]) -> t
 def _joining_descents(
     units: tuple[int, ...], tied: int, ranges: tuple[Range, ...], joined: float
 ) -> tuple[Descent, ...]:
-    """A unit's weights beside the parts they came in, when the first microbatch enters it; its gradients beside the parts
-    they leave in, when the last one has."""
-    found, above = [], 0.0
-    for chunk in range(len(ranges) - 1, -1, -1):
-        own, last = ranges[chunk], ranges[chunk].stop - 1
-        at_hand = tied * (chunk in (0, len(ranges) - 1))
-        for layer in range(last, own.start - 1, -1):
-            entered, left = sum(units[layer : own.stop]), sum(units[own.start : layer + 1])
-            weights, copies = entered + at_hand, joined * units[layer]
-            found.append(Descent(chunk, last - layer, 0.0, weights + copies, entered - units[layer] + above + tied))
-            below = units[layer - 1] if layer == own.start and layer else 0.0
-            gone = (own.stop - layer) / own.size
-            found.append(Descent(chunk, 0, gone, left + below + at_hand, left + copies + tied))
-        above = units[own.start]
+    """A unit's gradients beside the parts they leave in, when the last microbatch has passed. By then the first has entered
+    all layers, and the chunk below is announced."""
+    found = []
+    for chunk, own in enumerate(ranges):
+        below, left = units[own.start - 1] if own.start else 0.0, 0.0
+        at_hand = tied * (own.start <= 1 or own.stop == len(units))
+        for layer in range(*own):
+            left += units[layer]
+            gradients = left + joined * units[layer] + tied
+            found.append(Descent(chunk, own.start - layer, 1.0, left + below + at_hand, gradients))
     return tuple(found)

@@ -71,18 +71,20 @@ def _temporaries(shard: Shard, tokens: float) -> float:
 
 def checkpoint_bytes(shard: Shard, owned: float) -> float:
     """The copy that a checkpoint is written from: weight and moments, in fp32 at least, of all that a rank saves. Ranks
-    that step the same save equal parts of it."""
-    alike = 1 if shard.spec.zero else len(shard.spec.replicas)
-    return 3 * gradient_bytes(shard.width) * owned / alike
+    that step the same save equal parts of it; what both ends of a tied head share is cut over them in any case."""
+    replicas, own = len(shard.spec.replicas), shard.parameters.held.own
+    saved = owned if shard.spec.zero else owned - own + own / replicas
+    return 3 * gradient_bytes(shard.width) * saved
 
 
 def pinned(shard: Shard, assignment: Assignment, owned: float, host: dict[str, float]) -> dict[str, float]:
     """What the host's parts take where they are pinned: torch rounds every buffer up to a power of two. Parts are rounded
     as their largest buffers are; a checkpoint's copy lies in pieces that are powers of two."""
-    layout = shard.layout
+    layout, units = shard.layout, shard.parameters.units
     tokens = layout.largest_microbatch(assignment.stage, assignment.replica) * layout.plan.seq_len
     sizes = {
-        "weights": shard.width * shard.parameters.units[-1],
+        # A unit's, or what the rank keeps of it.
+        "weights": host["weights"] * units[-1] / (sum(units) + shard.parameters.tied),
         "optimizer": gradient_bytes(shard.width) * min(brought_elements(), owned),
         "activations": shard.width * tokens * shard.widths.ffn,
     }

@@ -59,7 +59,7 @@ class Boundary(NamedTuple):
 ALL_IN_FLIGHT = ("gpipe", "ministages", "layered")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """A plan that fits its model and cluster. Build it with `bind`, which checks; then everything here is
     consistent."""
