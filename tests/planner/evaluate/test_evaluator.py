@@ -10,7 +10,6 @@ from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from hethub.predictor import predict
 from hethub.spec.errors import BadInput
-from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from tests.planner.problems import TINY, cluster, every_plan, incumbent_of, mixed
 
