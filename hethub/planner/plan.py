@@ -9,7 +9,6 @@ from operator import itemgetter
 
 from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
-from hethub.planner.evaluate.layouts import is_equal
 from hethub.planner.evaluate.outlook import Outlooks
 from hethub.planner.evaluate.processes import uncollected
 from hethub.planner.exhaustive.search import refuse_larger, search_exhaustively
@@ -30,7 +29,6 @@ from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, suggest
 from hethub.spec.job import ConstraintsSpec
-from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 
 LOOKED_AT = ((128, 4), (1024, 2))  # up to so many accelerators, plans compared with the fastest over all scenarios
@@ -72,7 +70,9 @@ def plan(
         rows = _families(incumbent, strategy) if explain else {}
         if strategy == "auto":
             best = incumbent.best  # a family's plan, where explaining found a faster one
-        fastest, outlooks = confirmed(incumbent, best, strategy), Outlooks(problem, processes)
+        if best is None:
+            raise BadInput(nothing_fits(incumbent, strategy))
+        fastest, outlooks = best, Outlooks(problem, processes)
         best = _steadiest(incumbent, outlooks, fastest) if strategy == "auto" else fastest
         alone = found_alone()
     prediction = best.prediction.beside_makers_alone(makers_alone_tokens_per_second(alone))
@@ -91,7 +91,6 @@ def plan(
         out_of_time=incumbent.out_of_time,
         lower_bound_seconds=tokens / prediction.ceiling_tokens_per_second,
         space_bound_seconds=incumbent.space_bound_seconds,
-        estimate_error_percent=incumbent.estimate_error_percent,
         reasons=tuple(bottlenecks(incumbent, best, processes)) if explain else (),
         candidates=len(incumbent.tried),
         search_seconds=time.perf_counter() - started,
@@ -109,29 +108,6 @@ def _alone(incumbent: Incumbent, wanted: bool, processes: int) -> Iterator[Calla
         tabulate(problem, incumbent.costs.unit_costs)  # probes memory: processes forked behind it share what was found
     with homogeneous_parts_beside(unlimited, processes if beside else 1) as found:
         yield lambda: found() if wanted and not incumbent.out_of_time else None
-
-
-def confirmed(incumbent: Incumbent, best: Evaluation | None, strategy: str) -> Evaluation:
-    """The first of the answer and its runners-up that binds in full; the search takes short cuts for alike plans.
-    Raises BadInput where none fits.
-
-    Where all microbatches are equal the short cut is exact, and dealing tens of thousands of them would prove nothing
-    new.
-    """
-    ranked = incumbent.ranked
-    for evaluation in (best, *ranked) if best else ():
-        if _binds(incumbent.problem, evaluation):
-            return evaluation
-        incumbent.fitting.pop(evaluation.candidate, None)
-    raise BadInput(nothing_fits(incumbent, strategy))
-
-
-def _binds(problem: Problem, evaluation: Evaluation) -> bool:
-    """Whether a plan binds in full: only then are microbatches in flight known to be enough for unlike samples."""
-    try:
-        return is_equal(evaluation.plan) or bool(bind(evaluation.plan, problem.model, problem.cluster))
-    except BadInput:
-        return False
 
 
 def _families(incumbent: Incumbent, strategy: str) -> dict[str, Evaluation | None]:
@@ -180,9 +156,10 @@ def _is_answered_freely(incumbent: Incumbent) -> bool:
     if free.constraints == given or incumbent.limit_seconds is not None:
         return False
     other = Incumbent(free)
-    if not search(other, effort_for(free)):
+    fastest = search(other, effort_for(free))
+    if fastest is None:
         return False
-    own = _steadiest(other, Outlooks(free), confirmed(other, other.best, "auto"))
+    own = _steadiest(other, Outlooks(free), fastest)
     incumbent.admit(other)
     return incumbent.evaluator.is_allowed(own.candidate, own.plan)
 
@@ -210,18 +187,18 @@ def _steadiest(incumbent: Incumbent, outlooks: Outlooks, fastest: Evaluation) ->
 
 
 def _unlike(incumbent: Incumbent, other: Evaluation) -> Iterator[Evaluation]:
-    """The plans that bind and differ from one and from each other in more than ZeRO levels, samples and microbatches in
-    flight, the fastest first."""
+    """The plans that differ from one and from each other in more than ZeRO levels, samples and microbatches in flight,
+    the fastest first."""
     return _first_of_each(incumbent, partial(_shape, incumbent.problem), [other])
 
 
 def _first_of_each(
     incumbent: Incumbent, sort: Callable[[Evaluation], object], known: Iterable[Evaluation]
 ) -> Iterator[Evaluation]:
-    """The fastest plan that binds of each sort of which none is known, the fastest first."""
+    """The fastest plan of each sort of which none is known, the fastest first."""
     seen = set(map(sort, known))
     for evaluation in incumbent.ranked:
-        if (own := sort(evaluation)) not in seen and _binds(incumbent.problem, evaluation):
+        if (own := sort(evaluation)) not in seen:
             seen.add(own)
             yield evaluation
 

@@ -96,9 +96,6 @@ class PlanResult:
     out_of_time: bool
     lower_bound_seconds: float  # no plan of the space is faster: the ceiling
     space_bound_seconds: float | None  # no plan of a small space is faster: it was searched to its end
-    estimate_error_percent: (
-        float  # the worst disagreement of the search's estimate and the predictor on evaluated plans
-    )
     reasons: tuple[Bottleneck, ...]  # where explained
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +115,6 @@ class PlanResult:
             "families": [row.to_dict() for row in self.families],
             "start_step_seconds": self.start_step_seconds,
             "gap_percent": 100.0 * (self.prediction.step_seconds / self.lower_bound_seconds - 1.0),
-            "estimate_error_percent": self.estimate_error_percent,
             "kinds_alone": [part.to_dict() for part in self.homogeneous_parts],
             "not_searched": [entry._asdict() for entry in self.not_searched],
             "reasons": [reason._asdict() | {"sentence": reason.sentence()} for reason in self.reasons],

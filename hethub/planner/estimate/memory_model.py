@@ -49,15 +49,6 @@ class Coefficients(NamedTuple):
         """Those on the line to others, a `part` of the way."""
         return Coefficients(*(one + part * (two - one) for one, two in zip(self, other, strict=True)))
 
-    def grown(self, micro_batch: int, small: "Coefficients", large: "Coefficients") -> "Coefficients":
-        """Those of larger microbatches, where those of one sample and of so many are known of another mode."""
-        return self._replace(
-            once=self.once + large.once - small.once,
-            layer=self.layer + large.layer - small.layer,
-            microbatch=micro_batch * self.microbatch,
-            layer_microbatch=micro_batch * self.layer_microbatch,
-        )
-
     def fixed(self, layers: int, held: int, place: int) -> float:
         """Bytes whatever the replicas."""
         return float(
@@ -98,17 +89,6 @@ class MemoryModel:
                 return plain
             late = self._probes(on_cpu, tp, mode.pattern).deferred_wgrad(mode)
             return plain._replace(layer_deferred_wgrad=np.full(4, micro_batch * late))
-        plainly = Mode(mode.recompute, mode.zero)
-        if micro_batch > 1 and mode != plainly and "activations" not in mode.offload:
-            # What a mode keeps of the state does not depend on the microbatches.
-            own, small, large = (
-                self.coefficients(on_cpu, tp, size, of)
-                for size, of in ((1, mode), (1, plainly), (micro_batch, plainly))
-            )
-            return own.grown(micro_batch, small, large)
-        if micro_batch > PROBED_MICRO_BATCHES[1] and mode != plainly:
-            first, few = (self.coefficients(on_cpu, tp, b, mode) for b in PROBED_MICRO_BATCHES[:2])
-            return first.along(few, (micro_batch - 1) / (PROBED_MICRO_BATCHES[1] - 1))
         if micro_batch in PROBED_MICRO_BATCHES:
             one = None if micro_batch == 1 else self.coefficients(on_cpu, tp, 1, mode)
             return _read(self._probes(on_cpu, tp, mode.pattern), micro_batch, mode, one)

@@ -7,14 +7,14 @@ from functools import cached_property, partial
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.candidate.materialize import materialize
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.layouts import is_alike, is_equal, layout_of, raised
 from hethub.planner.problem.problem import Problem
 from hethub.predictor import Prediction, RankMemory, predict, rank_memory
 from hethub.predictor.memory.ranks import all_fit
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
-from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.plan import PlanSpec
+from hethub.spec.schedule.in_flight import raised_limits
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class Evaluator:
         if key in self._known:  # of another candidate
             known = self._known[key]
             return known and known.of(candidate)
-        if not is_alike(plan) and not self._may_replay(plan):
+        if not self._may_replay(plan):
             return None
         found = self._known[key] = self._evaluate(candidate, plan)
         self._knows_a_fitting |= found is not None and (found.fits or self.ignore_memory)
@@ -108,22 +108,40 @@ class Evaluator:
         cannot be. Raises BadInput where it does not bind."""
         model, cluster = self.problem.model, self.problem.cluster
         try:
-            return layout_of(plan, model, cluster)
+            return bind(plan, model, cluster)
         except BadInput:
             if not candidate.extra_in_flight:
                 raise
-            return layout_of(raised(plan), model, cluster)
+            return bind(raised(plan), model, cluster)
 
     def _may_replay(self, plan: PlanSpec) -> bool:
-        """Whether the microbatches of a plan that must be dealt and replayed are still within what this search may
-        spend. Of equal replicas one is replayed."""
+        """Whether the microbatches of a plan that must be replayed are still within what this search may spend. Of equal
+        replicas one is replayed."""
         microbatches = sum(-(-r.samples // r.micro_batch) for stage in plan.stages for r in stage.replicas)
-        if is_equal(plan):
+        if _is_equal(plan):
             microbatches //= len(plan.stages[0].replicas)
         if self._knows_a_fitting and microbatches > max(self.microbatches_left, SMALL_REPLAY):
             return False
         self.microbatches_left -= microbatches
         return True
+
+
+def _is_equal(plan: PlanSpec) -> bool:
+    """Whether all replicas of all equally wide stages have the same samples in the same microbatches."""
+    microbatches = {(len(stage.replicas), r.micro_batch, r.samples) for stage in plan.stages for r in stage.replicas}
+    return len(microbatches) == 1
+
+
+def raised(plan: PlanSpec) -> PlanSpec:
+    """The plan with the default of microbatches in flight wherever it gives too few."""
+    stages = []
+    for index, (stage, limits) in enumerate(zip(plan.stages, raised_limits(plan), strict=True)):
+        held = limits * len(stage.replicas) if plan.runs_in_rounds(index) else limits
+        own = zip(stage.replicas, held, strict=True)
+        stages.append(
+            stage.replace(replicas=tuple([replica.replace(in_flight=microbatches) for replica, microbatches in own]))
+        )
+    return plan.replace(stages=tuple(stages))
 
 
 def keeps(plan: PlanSpec, given: ConstraintsSpec) -> bool:

@@ -9,7 +9,6 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
 from hethub.planner.problem.problem import Problem
 
-NEAR = 1.25  # times the best: plans on which estimate and prediction are compared
 STEADY = 1.05  # times the best step: up to there a plan may still have the smallest mean over the scenarios
 
 
@@ -103,11 +102,3 @@ class Incumbent:
         closest = other.closest if is_allowed(other.closest) else None
         if closest is not None and (self.closest is None or closest.fullness < self.closest.fullness):
             self.closest = closest
-
-    @property
-    def estimate_error_percent(self) -> float:
-        """The worst disagreement of estimate and prediction over the plans that fit and are near the best."""
-        best = self.best
-        estimated = [own for own in self.fitting.values() if own.candidate.plan is None]
-        near = [own for own in estimated if best is not None and own.seconds < NEAR * best.seconds]
-        return max((100.0 * abs(self.costs.seconds(own.candidate) / own.seconds - 1.0) for own in near), default=0.0)

@@ -14,7 +14,6 @@ from random import Random
 from statistics import NormalDist, fmean, quantiles
 from typing import NamedTuple
 
-from hethub.planner.evaluate.layouts import layout_of
 from hethub.planner.evaluate.processes import at_once
 from hethub.planner.problem.problem import Problem
 from hethub.planner.problem.scaled import Scale, scaled
@@ -25,6 +24,7 @@ from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import step_times
 from hethub.predictor.pipeline.wiring import Wirings
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec
 
 SCENARIOS = 16
@@ -104,7 +104,7 @@ class Outlooks:
 
     def _steps(self, plan: PlanSpec) -> Callable[[Scenario], float]:
         """What gives the plan's step in a scenario. What does not depend on the cluster's figures is found once."""
-        layout = layout_of(plan, self.problem.model, self.problem.cluster)
+        layout = bind(plan, self.problem.model, self.problem.cluster)
         costs = PlanCosts(layout, self.problem.software, packaged(), self.problem.profile)
         return partial(_seconds, Wirings(layout), costs)
 

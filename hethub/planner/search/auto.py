@@ -93,7 +93,7 @@ def add_whole_plans(incumbent: Incumbent) -> Evaluation | None:
     """The best plan found and of the families' own schedules, rounds and offloading, which no search moves about."""
     incumbent.evaluator.microbatches_left = WHOLE_MICROBATCHES
     for family in FAMILIES.values():
-        made = () if incumbent.out_of_time else _whole(incumbent, family, incumbent.hopeful_seconds)
+        made = () if incumbent.out_of_time else _whole(incumbent, family)
         evaluate_all(incumbent, filter(incumbent.may_win, made))
     return incumbent.best
 
@@ -141,9 +141,9 @@ def leading(incumbent: Incumbent, candidates: Sequence[Candidate]) -> list[Candi
     return heapq.nsmallest(FAMILY_FINALISTS, wanted, key=incumbent.costs.seconds)
 
 
-def _whole(incumbent: Incumbent, family: Family, limit_seconds: float) -> list[Candidate]:
-    """The first of a family's plans with its own schedule, rounds or offloading that may take less than the limit."""
-    made = family.propose_whole(incumbent.problem, incumbent.costs, limit_seconds=limit_seconds)
+def _whole(incumbent: Incumbent, family: Family) -> list[Candidate]:
+    """The first of a family's plans with its own schedule, rounds or offloading."""
+    made = family.propose_whole(incumbent.problem, incumbent.costs)
     return list(islice(dict.fromkeys(made), WHOLE_FINALISTS))
 
 
@@ -152,7 +152,7 @@ def search_family(incumbent: Incumbent, family: Family) -> Evaluation | None:
     incumbent.evaluator.microbatches_left = FAMILY_MICROBATCHES
     evaluate_all(incumbent, leading(incumbent, list(family.propose(incumbent.problem, incumbent.costs))))
     incumbent.evaluator.microbatches_left = WHOLE_MICROBATCHES
-    evaluate_all(incumbent, _whole(incumbent, family, incumbent.best_seconds))
+    evaluate_all(incumbent, _whole(incumbent, family))
     return incumbent.best
 
 

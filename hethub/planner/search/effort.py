@@ -15,7 +15,7 @@ class Effort:
     climbs: int
     steps: int
     tried_per_step: int
-    microbatches: int  # replayed one by one by the evaluator; plans whose stages are alike need none
+    microbatches: int  # replayed one by one by the evaluator
     arrangements: int = 0  # whose best plans are climbed from as well
     pairs: int = 0  # of changes at once, evaluated where none alone is better; and thrice as many deals of samples
     uphill: float = 1.004  # times the estimate of where a step begins: what leads to estimates above is not evaluated

@@ -4,11 +4,12 @@ import pytest
 
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.layouts import is_alike
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.spec.layout.bind import bind
+from hethub.spec.plan import PlanSpec
+from hethub.spec.schedule.microbatches import sizes_of
 from tests.planner.problems import every_plan, kind_of, mixed
 
 
@@ -30,6 +31,15 @@ def test_unit_costs_are_the_predictors(stages):
                 )
                 assert mine.forward == pytest.approx(theirs.forward.total, rel=1e-6)
                 assert mine.backward == pytest.approx(theirs.backward.total, rel=1e-6)
+
+
+def is_alike(plan: PlanSpec) -> bool:
+    """Whether all stages have the same replicas under 1F1B or GPipe, of equal microbatches or with microbatches in flight
+    given."""
+    if plan.schedule not in ("1f1b", "gpipe") or any(map(plan.runs_in_rounds, range(len(plan.stages)))):
+        return False
+    first, *others = {sizes_of(stage.replicas) for stage in plan.stages}
+    return not others and (len(set(first)) == 1 or all(r.in_flight for stage in plan.stages for r in stage.replicas))
 
 
 @pytest.mark.parametrize("stages", [2, 4])

@@ -13,18 +13,17 @@ from hethub.planner.generate.families import cephalo, hethub, poplar, uniform, z
 from hethub.planner.problem.problem import Problem
 
 
-def _none(problem: Problem, costs: Estimator, *, limit_seconds: float = float("inf")) -> Iterable[Candidate]:
+def _none(problem: Problem, costs: Estimator) -> Iterable[Candidate]:
     return ()
 
 
 class Family(NamedTuple):
     """A system's plans for a problem and costs: candidates that the search may move about, and plans with its own
-    schedule, rounds or offloading, which are evaluated as they are. Each of these takes the predictor's memory to make, so
-    none is made that is proved to take `limit_seconds`. They come in the order of the system's own estimate, or of what they
-    compute at least."""
+    schedule, rounds or offloading, which are evaluated as they are. These come in the order of the system's own estimate, or
+    of what they compute at least."""
 
     propose: Callable[[Problem, Estimator], Iterable[Candidate]] = _none
-    propose_whole: Callable[..., Iterable[Candidate]] = _none
+    propose_whole: Callable[[Problem, Estimator], Iterable[Candidate]] = _none
 
 
 FAMILIES: dict[str, Family] = {

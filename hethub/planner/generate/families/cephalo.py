@@ -15,7 +15,7 @@ from hethub.planner.candidate.samples import Worker, divide
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.families.uniform import units_in_order
-from hethub.planner.generate.families.whole import candidate_of, held_alone, meeting_seconds, shared_bytes
+from hethub.planner.generate.families.whole import candidate_of, held_alone, shared_bytes
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Offload, Recompute, ScheduleName
 
@@ -24,21 +24,15 @@ ATTEMPTS = 12  # at samples that leave every rank room
 ROUNDING = 0.985
 
 
-def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = float("inf")) -> list[Candidate]:
-    """A candidate per recompute and offload, with the largest micro-batches whose state can be cut so that all fit;
-    none that would compute as long as the limit. Those that compute least first."""
-    return sorted(_every(problem, costs, limit_seconds), key=costs.least)
+def propose_whole(problem: Problem, costs: Estimator) -> list[Candidate]:
+    """A candidate per recompute and offload, with the largest micro-batches whose state can be cut so that all fit. Those
+    that compute least first."""
+    return sorted(_every(problem, costs.unit_costs), key=costs.least)
 
 
-def _every(problem: Problem, costs: Estimator, limit_seconds: float) -> Iterator[Candidate]:
-    zero, unit_costs = max(problem.zeros), costs.unit_costs
-    if (
-        problem.constraints.tp not in (None, 1)
-        or not problem.allows([problem.size])
-        or problem.size == 1
-        or not zero
-        or (zero >= 2 and meeting_seconds(problem, unit_costs, zero) >= limit_seconds)
-    ):
+def _every(problem: Problem, unit_costs: UnitCosts) -> Iterator[Candidate]:
+    zero, allowed = max(problem.zeros), problem.constraints.tp in (None, 1) and problem.allows([problem.size])
+    if not allowed or problem.size == 1 or not zero:
         return
     layered = zero == 3 and "layered" in problem.schedules
     schedule: ScheduleName = "layered" if layered else "1f1b"
@@ -47,7 +41,7 @@ def _every(problem: Problem, costs: Estimator, limit_seconds: float) -> Iterator
     for recompute in problem.recomputes:
         for offload in offloads:
             wanted = StageChoice((), zero, recompute, offload)
-            most, stage, cut = _largest(problem, unit_costs, state, wanted, schedule, limit_seconds)
+            most, stage, cut = _largest(problem, unit_costs, state, wanted, schedule)
             if stage is not None:
                 yield candidate_of(problem, f"cephalo {recompute} {offload} {most}", schedule, stage)
                 if not cut and not stage.state_shares:
@@ -55,31 +49,16 @@ def _every(problem: Problem, costs: Estimator, limit_seconds: float) -> Iterator
 
 
 def _largest(
-    problem: Problem,
-    unit_costs: UnitCosts,
-    state: float,
-    wanted: StageChoice,
-    schedule: ScheduleName,
-    limit_seconds: float,
+    problem: Problem, unit_costs: UnitCosts, state: float, wanted: StageChoice, schedule: ScheduleName
 ) -> tuple[int, StageChoice | None, bool]:
     """The largest micro-batch with which all fit, the stage, and whether memory took something of what would be
-    fastest; no stage where none fits or can take less than the limit."""
+    fastest; no stage where none fits."""
     for most in reversed(problem.micro_batches):
         curves = _curves(problem, unit_costs, wanted.recompute, most)
-        if _least_seconds(problem, curves) >= limit_seconds:
-            break  # smaller ones only compute more slowly
         stage, cut = _stage(problem, curves, state, wanted, schedule)
         if stage is not None:
             return most, stage, cut or most < problem.micro_batches[-1]
     return 0, None, True
-
-
-def _least_seconds(problem: Problem, curves: Sequence[Worker]) -> float:
-    """Seconds of all samples if they could be divided exactly by speed."""
-    best = [max(b / seconds for b, seconds in enumerate(curve.microbatch_seconds, start=1)) for curve in curves]
-    return problem.batch.global_batch / sum(
-        device_type.size * rate for device_type, rate in zip(problem.device_types, best, strict=True)
-    )
 
 
 def _stage(

@@ -44,9 +44,8 @@ def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
                 yield Candidate((stage,), pattern=Pattern(problem.schedule))
 
 
-def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:
-    """The plans of the best micro-step times over recompute and ZeRO-2 and 3, where they can take less than the
-    limit."""
+def propose_whole(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
+    """The plans of the best micro-step times over recompute and ZeRO-2 and 3."""
     if not _is_allowed(problem) or problem.size == 1:
         return
     found = [
@@ -54,7 +53,7 @@ def propose_whole(problem: Problem, costs: Estimator, *, limit_seconds: float = 
         for recompute in problem.recomputes
         for zero in problem.zeros
         if zero >= 2
-        for steps in _shared_steps(problem, costs.unit_costs, recompute, zero, limit_seconds)
+        for steps in _shared_steps(problem, costs.unit_costs, recompute, zero)
     ]
     for index, (steps, recompute, zero) in enumerate(nsmallest(EVALUATED, found)):
         replicas = _replicas(problem, steps)
@@ -97,30 +96,15 @@ class _Steps(NamedTuple):
     seconds: float
     number: int
     batches: tuple[int, ...]
-    least: float  # seconds that all but the last one take at least
 
 
-def _shared_steps(
-    problem: Problem, unit_costs: UnitCosts, recompute: Recompute, zero: int, limit_seconds: float
-) -> set[_Steps]:
+def _shared_steps(problem: Problem, unit_costs: UnitCosts, recompute: Recompute, zero: int) -> set[_Steps]:
     """All micro-step times with the largest batches that end within them and fit."""
-    widest = [_largest_allowed(problem, device_type) for device_type in range(len(problem.device_types))]
-    fast = [steps for steps in _every_step(problem, unit_costs, recompute, zero, widest) if steps.least < limit_seconds]
-    if not fast:
-        return set()
-    tops = _largest_fitting(problem, unit_costs, recompute, zero)
-    if any(top < min(steps.batches[k] for steps in fast) for k, top in enumerate(tops)):
-        return set()
-    return set(_every_step(problem, unit_costs, recompute, zero, tops))
-
-
-def _every_step(
-    problem: Problem, unit_costs: UnitCosts, recompute: Recompute, zero: int, tops: Sequence[int]
-) -> list[_Steps]:
-    """Every micro-step time with the largest batches that end within it, up to `tops` by device type."""
     total, fixed = problem.batch.global_batch, problem.constraints.micro_batch
+    numbers = [device_type.size for device_type in problem.device_types]
     curves = [
-        {b: _seconds(problem, unit_costs, k, recompute, b) for b in range(1, top + 1)} for k, top in enumerate(tops)
+        {size: _seconds(problem, unit_costs, k, recompute, size) for size in range(1, most + 1)}
+        for k, most in enumerate(_largest_fitting(problem, unit_costs, Mode(recompute, zero)))
     ]
     # When microbatches of all sizes end, ascending, and the largest that has ended by then.
     ordered = [sorted((seconds, size) for size, seconds in curve.items()) for curve in curves]
@@ -128,21 +112,21 @@ def _every_step(
     largest = [[0, *accumulate((size for _, size in own), max)] for own in ordered]
     beside = meeting_seconds(problem, unit_costs, zero)
 
-    def shown(computing: float) -> float:
+    def step_seconds(sizes: Sequence[int]) -> float:
         """Seconds of a micro-step: collectives go on beside compute, and slow it down."""
+        computing = max(curve[size] for curve, size in zip(curves, sizes, strict=True))
         return max(computing, beside) + unit_costs.network.fit["overlap_cost"] * min(computing, beside)
 
-    found = []
-    for seconds in {t for curve in curves for b, t in curve.items() if fixed in (None, b)}:
+    found = set()
+    for seconds in {t for curve in curves for size, t in curve.items() if fixed in (None, size)}:
         batches = [own[bisect_right(end, seconds)] for own, end in zip(largest, ends, strict=True)]
         if 0 not in batches and (fixed is None or set(batches) == {fixed}):
-            microstep = sum(b * device_type.size for b, device_type in zip(batches, problem.device_types, strict=True))
+            microstep = sum(size * number for size, number in zip(batches, numbers, strict=True))
             count = -(-total // microstep)
-            computing = max(curve[b] for curve, b in zip(curves, batches, strict=True))
             left = (total - (count - 1) * microstep) / microstep  # of a batch, in the last step
-            ending = max(curve[max(1, round(left * b))] for curve, b in zip(curves, batches, strict=True))
-            step = (count - 1) * shown(computing) + shown(ending)
-            found.append(_Steps(step, count, tuple(batches), max((count - 1) * computing, count * beside)))
+            ending = [max(1, round(left * size)) for size in batches]
+            step = (count - 1) * step_seconds(batches) + step_seconds(ending)
+            found.add(_Steps(step, count, tuple(batches)))
     return found
 
 
@@ -156,15 +140,10 @@ def _replicas(problem: Problem, steps: _Steps) -> list[Replica] | None:
     return list(map(Replica, units, batches, samples)) if min(samples) >= 1 else None
 
 
-def _largest_allowed(problem: Problem, device_type: int) -> int:
-    """The largest micro-batch that the job allows on the device type."""
-    widest = min(max(problem.micro_batches), problem.batch.global_batch)
-    return problem.constraints.micro_batch or problem.at_most(device_type, widest)
-
-
-def _largest_fitting(problem: Problem, unit_costs: UnitCosts, recompute: Recompute, zero: int) -> list[int]:
-    """By device type, the largest micro-batch with which its ranks fit, by bisection; 0 where none does."""
+def _largest_fitting(problem: Problem, unit_costs: UnitCosts, mode: Mode) -> list[int]:
+    """By device type, the largest micro-batch that the job allows and with which its ranks fit; 0 where none does."""
+    widest, given = min(max(problem.micro_batches), problem.batch.global_batch), problem.constraints.micro_batch
     return [
-        largest_able(partial(_fits, problem, unit_costs, k, Mode(recompute, zero)), _largest_allowed(problem, k))
+        largest_able(partial(_fits, problem, unit_costs, k, mode), given or problem.at_most(k, widest))
         for k in range(len(problem.device_types))
     ]

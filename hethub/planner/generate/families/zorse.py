@@ -23,14 +23,12 @@ from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor.memory.ranks import all_fit, rank_memory
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import Offload, Recompute
-from hethub.spec.ranges import split, split_by_shares
+from hethub.spec.ranges import split_by_shares
 
 MOST_NODES = 48  # of the graph: with more machines, neighbours of one device type are one node
 MOST_TRIED = 24  # in chunks
 CHUNKS = (2, 3, 4, 6, 8, 12, 16)  # of a stage: beyond, what is resident hardly falls
 LADDER: tuple[Offload, ...] = ("activations", "parameters", "optimizer")  # to host memory, one after the other
-# Times the limit: of 335 plans on seven clusters none was estimated to take more than 1.42 times its prediction.
-FAR = 1.5
 
 
 def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
@@ -52,26 +50,21 @@ def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
                     yield _candidate(problem, costs.unit_costs, [groups[own] for own in sorts], recompute)
 
 
-def propose_in_chunks(
-    problem: Problem, costs: Estimator, *, limit_seconds: float = float("inf")
-) -> Iterator[Candidate]:
-    """These candidates as ministages: of every arrangement the number of chunks that takes least by a rough estimate, and the
-    least in host memory with which it fits; none that must take as long as the limit or is estimated far beyond it."""
+def propose_in_chunks(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
+    """These candidates as ministages: of every arrangement the number of chunks, and what of it goes to host memory, that
+    are estimated to take least where it fits."""
     if "ministages" not in problem.schedules:
         return
     zero = max((z for z in problem.zeros if z <= 2), default=0)
-    rough = {
-        _in_chunks(own, chunks, zero, count): (seconds, count)
+    chunked = [
+        _in_chunks(own, chunks, zero, count)
         for own in propose(problem, costs)
-        if costs.least(own) < limit_seconds
         for chunks in CHUNKS
         if chunks <= min(stage.layers for stage in own.stages)
-        and (seconds := _seconds_in_chunks(costs, own, chunks)) < FAR * limit_seconds
         for count in range(len(LADDER) + 1)
-    }
-    costs.estimate(rough)
+    ]
     shapes = set()
-    for own in islice(sorted(filter(costs.likely_fits, rough), key=rough.__getitem__), MOST_TRIED):
+    for own in islice(sorted(costs.below(chunked, float("inf")), key=costs.seconds), MOST_TRIED):
         if own.shape not in shapes and _fits(problem, costs, own):
             shapes.add(own.shape)
             yield own
@@ -91,24 +84,6 @@ def _fits(problem: Problem, costs: Estimator, candidate: Candidate) -> bool:
         return False
     layout = Layout(plan, problem.model, problem.cluster)
     return all_fit(layout, rank_memory(layout), problem.constraints.reserve)
-
-
-def _seconds_in_chunks(costs: Estimator, candidate: Candidate, chunks: int) -> float:
-    """Chunk after chunk at the pace of the slowest stage, whose sums come behind its microbatches, and a microbatch through
-    all."""
-    unit_costs, every = costs.unit_costs, 0.0
-    num_bytes = costs.problem.model.layer_parameters * (unit_costs.width + unit_costs.gradient_width)
-    sizes = [[part.size for part in split(stage.layers, chunks)] for stage in candidate.stages]
-    paces = []  # of a layer, with its collectives
-    for index, (stage, (first, *_)) in enumerate(zip(candidate.stages, sizes, strict=True)):
-        layer = [
-            unit_costs.rate(own.device_type, 1, own.micro_batch, stage.recompute).layer.total for own in stage.groups
-        ]
-        each = zip(stage.groups, layer, costs.samples(candidate, index), strict=True)
-        latency, per_byte = costs.times.collective(stage.groups) if stage.replicas > 1 else (0.0, 0.0)
-        paces.append(max(samples / own.micro_batch * s for own, s, samples in each) + latency + per_byte * num_bytes)
-        every += first * max(layer)
-    return every + sum(max(n * pace for n, pace in zip(own, paces, strict=True)) for own in zip(*sizes, strict=True))
 
 
 Part = tuple[int, ...]  # a group of the graph's nodes
