@@ -86,6 +86,14 @@ def zorse(name: str, chunks: int, **more: Any) -> Case:
     return case(name, stages, schedule="ministages" if chunks > 1 else "1f1b")
 
 
+def tied(name: str, zero: int) -> Case:
+    """Two stages of two ranks that share an embedding of 25 million parameters."""
+    stages = [
+        stage((6 * own, 6 * own + 6), *(replica([2 * own + i], 4, 1) for i in (0, 1)), zero=zero) for own in (0, 1)
+    ]
+    return replace(case(name, stages), model=MODEL.replace(tied_head=True, vocab=32768))
+
+
 PLANS = [
     whole("zero 0", 2, 0),
     whole("zero 1", 2, 1),
@@ -100,6 +108,8 @@ PLANS = [
     thirds("activations offloaded", "ministages", offload=["activations"]),
     halves("recompute none", 16, 8),
     halves("recompute full", 16, 8, recompute="full"),
+    tied("tied head", 0),
+    tied("tied head, zero 1", 1),
     case("TP 2", [stage((0, 12), replica([0, 1], 4, 2))]),
     case("TP 2 beside TP 1", [stage((0, 12), replica([0, 1], 4, 2), replica([2], 4, 2), zero=1)]),
     whole("a state share of 0", 2, 3, state_shares={0: 0.0}),

@@ -87,9 +87,11 @@ def _joined_bytes(shard: Shard, assignment: Assignment) -> float:
 def _block_bytes(shard: Shard) -> float:
     """Blocks of memory in which replicas exchange parts of buckets: as much as two buckets, for one block is read while
     the next is written (hethub.communicator.relays.shm). Groups that share no state take the vendor's all-reduce, in
-    place."""
-    shares_state = shard.spec.zero and len(shard.spec.replicas) > 1
-    return gradient_bytes(shard.width) * shard.bucket_elements if shares_state else 0.0
+    place. A tied head's ends share theirs in any case: one bucket, all of which but a rank's own part goes to others."""
+    shares_state, ends = shard.spec.zero and len(shard.spec.replicas) > 1, (0, -1)
+    sharing = sum(len(shard.layout.stages[end].replicas) for end in ends)
+    elements = shard.parameters.held.apart * (1 - 1 / sharing) + (shard.bucket_elements if shares_state else 0.0)
+    return gradient_bytes(shard.width) * elements
 
 
 def zero_level(layout: Layout, stage: int, software: Software) -> int:

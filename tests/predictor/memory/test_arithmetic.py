@@ -269,6 +269,14 @@ def test_tables_are_buckets_of_their_own() -> None:
     assert last.block_bytes / 4 >= 65536 * 2048 + 8192 * 2048
 
 
+@pytest.mark.parametrize(("zero", "matrices"), [(0, 0), (1, 2 * MATRICES), (2, 2 * MATRICES)])
+def test_a_table_of_both_ends_is_a_bucket_of_all_their_ranks(zero: int, matrices: int) -> None:
+    """Whatever the ZeRO level: every rank sends the parts of the other five, and is no part of the stage's own buckets."""
+    first, middle, last = residents(even(MODEL.replace(tied_head=True, vocab=65536), pp=3, zero=zero))[::3]
+    assert first.block_bytes == last.block_bytes == pytest.approx(4 * (65536 * 128 * 5 / 6 + matrices))
+    assert middle.block_bytes == 4 * matrices
+
+
 def test_gradients_that_lie_apart_are_matrices() -> None:
     """Of two halves beside a whole the latter's are copied; alone nobody sums what several ranks hold of keys."""
     assert residents(cut([[1], [1, 1]], 1))[0].joined_bytes == 4 * (6 * MATRICES + 2 * TABLE)
