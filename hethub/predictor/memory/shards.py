@@ -1,8 +1,9 @@
 """What the ranks of a stage that hold as many heads and columns have and keep, whatever their microbatches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -10,11 +11,13 @@ from hethub.predictor.cost.software import Software
 from hethub.predictor.memory.activations import KeptPerSample, kept_per_sample
 from hethub.predictor.memory.parameters import Held, RankWidths, StageParameters, rank_widths
 from hethub.spec.layout.bind import Layout
-from hethub.spec.layout.state import BUCKET_ELEMENTS, cut_full
+from hethub.spec.layout.state import BUCKET_ELEMENTS, brought_elements, cut_full
 from hethub.spec.layout.tensors import layer_tensors, tensor_parallel_shares
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import StageSpec
 from hethub.spec.ranges import Range, from_sizes
+
+Bucket = tuple[tuple[int, bool], ...]  # of its matrices the elements, and whether they are keys or values
 
 
 class Descent(NamedTuple):
@@ -82,10 +85,18 @@ class Shard:
             return max(*pairs, *(min(2 * full, unit) for chunk in chunks for unit in chunk))
         return min(2 * full, max(map(sum, chunks)))
 
-    @cached_property
-    def stepped_at_once(self) -> float:
-        """The largest part of its state that a stage updates at once."""
-        return max(map(sum, self._updated_at_once)) / sum(self.parameters.units)
+    def brought_at_once(self, owned: float) -> float:
+        """The most elements that an update of an offloaded state of `owned` has on the device: three neighbouring batches,
+        of a chunk where each is updated by itself. What a rank owns of a bucket is in one batch with that of others, as
+        many as `brought_elements` has room for (hethub.runtime.state.optimizer)."""
+        most, held = brought_elements(), self.parameters
+        runs = [[sum(size for size, _ in bucket) for bucket in run] for run in self._buckets]
+        part = owned / held.total * (sum(held.units) + held.tied) / sum(map(sum, runs))
+        if part * max(map(max, runs)) >= 3 * most:
+            return 3.0 * most
+        left, chunks = iter(runs), self.chunks if self.layout.plan.steps_chunk_by_chunk else self.chunks[:1]
+        each = [islice(left, None if len(chunks) == 1 else chunk.size if self._moves else 1) for chunk in chunks]
+        return max(_largest_batches([part * size for run in own for size in run], most) for own in each)
 
     @cached_property
     def _updated_at_once(self) -> list[tuple[float, ...]]:
@@ -135,42 +146,65 @@ class Shard:
     def _copied(self) -> dict[bool, float]:
         """The part of the stage's matrices that is copied, where keys and values alone are summed over other ranks than
         the rest (True), and else. What comes and goes under ZeRO is copied as a whole where a part of it has to be."""
-        layers = [1] * self.spec.num_layers if self._moves else [chunk.size for chunk in self.spec.chunks]
-        last, found = len(layers) - 1 if self.stage == self.layout.num_stages - 1 else None, {}
+        found = {}
         for heads in (False, True):
-            counts = [
-                _in_copies(self.layout.model, run, self.stage == 0 and index == 0, index == last, heads)
-                for index, run in enumerate(layers)
-            ]
+            counts = [_in_copies(run, heads) for run in self._buckets]
             part = sum(copied for copied, _ in counts) / sum(every for _, every in counts)
             found[heads] = float(part > 0) if self.spec.zero >= 2 else part
         return found
 
+    @cached_property
+    def _buckets(self) -> list[tuple[Bucket, ...]]:
+        """The stage's buckets, uncut, by the layers that share them: each by itself where these come and go, a chunk's
+        else."""
+        layers = [1] * self.spec.num_layers if self._moves else [chunk.size for chunk in self.spec.chunks]
+        last = len(layers) - 1 if self.stage == self.layout.num_stages - 1 else None
+        return [
+            _buckets(self.layout.model, run, self.stage == 0 and index == 0, index == last)
+            for index, run in enumerate(layers)
+        ]
+
 
 @lru_cache(maxsize=1024)
-def _in_copies(model: ModelSpec, layers: int, first: bool, last: bool, heads: bool) -> tuple[int, int]:
-    """Elements of the matrices of so many neighbouring layers, with the model's ends where they have them: in buckets
-    whose parts lie apart, and all.
-
-    Of a matrix that is a bucket of its own, what a group reduces is one run. Where `heads` are held by several ranks, so
-    is what a bucket has of keys and values, and what stands on one side of these.
-    """
+def _buckets(model: ModelSpec, layers: int, first: bool, last: bool) -> tuple[Bucket, ...]:
+    """Of the matrices of so many neighbouring layers, with the model's ends where they have them."""
     table, layer = (
         [(model.vocab * model.hidden, False)],
         [tensor for tensor in layer_tensors(model, 0) if tensor.decays],
     )
     matrices = table * first + [(tensor.numel, tensor.axis == "kv") for tensor in layer] * layers
     matrices += table * (last and not model.tied_head)
-    buckets = [matrices[bucket.start : bucket.stop] for bucket in cut_full([size for size, _ in matrices])]
+    return tuple(tuple(matrices[own.start : own.stop]) for own in cut_full([size for size, _ in matrices]))
+
+
+@lru_cache(maxsize=1024)
+def _in_copies(buckets: tuple[Bucket, ...], heads: bool) -> tuple[int, int]:
+    """Elements of buckets: of those whose parts lie apart, and of all.
+
+    Of a matrix that is a bucket of its own, what a group reduces is one run. Where `heads` are held by several ranks, so
+    is what a bucket has of keys and values, and what stands on one side of these.
+    """
     sizes = [
         (sum(size for size, _ in bucket), len(bucket) > 1 and (not heads or _runs(bucket) > 2)) for bucket in buckets
     ]
     return sum(size for size, apart in sizes if apart), sum(size for size, _ in sizes)
 
 
-def _runs(bucket: list[tuple[int, bool]]) -> int:
+def _runs(bucket: Bucket) -> int:
     """How often a bucket changes between keys or values and other matrices, and one."""
     return sum(1 for _ in groupby(bucket, itemgetter(1)))
+
+
+def _largest_batches(sizes: Sequence[float], most: int) -> float:
+    """The largest three neighbouring batches of what is cut in pieces of `most`, as many pieces to a batch as fit."""
+    batches = [0.0]
+    for size in sizes:
+        full, rest = divmod(size, most)
+        for piece in [float(most)] * int(full) + [rest] * (rest > 0):
+            if batches[-1] + piece > most:
+                batches.append(0.0)
+            batches[-1] += piece
+    return max(sum(batches[index : index + 3]) for index in range(len(batches)))
 
 
 @lru_cache(maxsize=1024)

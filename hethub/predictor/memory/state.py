@@ -10,7 +10,6 @@ from hethub.predictor.cost.software import Software, gradient_bytes
 from hethub.predictor.memory.parameters import Held, stepped
 from hethub.predictor.memory.shards import Shard
 from hethub.spec.layout.bind import Assignment, Layout
-from hethub.spec.layout.state import brought_elements
 
 
 class Moves(NamedTuple):
@@ -56,7 +55,7 @@ def resident(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Resident:
         host_optimizer, state, brought = state, 0.0, float(optimizer_bytes(width))
     if offloaded and not master_bytes(width):
         brought += width
-    update = brought * min(3.0 * brought_elements(), owned * shard.stepped_at_once)
+    update = brought and brought * shard.brought_at_once(owned)
     if offloaded and level < 3:
         update = max(update, width * max(held.units) * (1 + shard.joined(assignment.replica)))
     # Other frameworks' buffers are in what was fitted on them.
@@ -88,9 +87,10 @@ def _block_bytes(shard: Shard) -> float:
     """Blocks of memory in which replicas exchange parts of buckets: as much as two buckets, for one block is read while
     the next is written (hethub.communicator.relays.shm). Groups that share no state take the vendor's all-reduce, in
     place. A tied head's ends share theirs in any case: one bucket, all of which but a rank's own part goes to others."""
-    shares_state, ends = shard.spec.zero and len(shard.spec.replicas) > 1, (0, -1)
-    sharing = sum(len(shard.layout.stages[end].replicas) for end in ends)
-    elements = shard.parameters.held.apart * (1 - 1 / sharing) + (shard.bucket_elements if shares_state else 0.0)
+    sharing = sum(len(shard.layout.stages[end].replicas) for end in (0, -1))
+    elements = shard.parameters.held.apart * (1 - 1 / sharing)
+    if shard.spec.zero and len(shard.spec.replicas) > 1:
+        elements += shard.bucket_elements
     return gradient_bytes(shard.width) * elements
 
 

@@ -124,6 +124,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Reads DCP's index, which is a pickle: it may name nothing but the data classes that such an index is made of."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # where Python 3.13 alone says that paths are
         if name not in _IN_METADATA.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint holds")
         return super().find_class(module, name)

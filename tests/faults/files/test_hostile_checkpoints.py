@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from hethub.runtime.checkpoint import iterate_weights, read_record
 from hethub.runtime.checkpoint.integrity import MARKER, checksums
@@ -218,4 +218,16 @@ def test_a_programs_checkpoint_leads_nowhere_else(tmp_path: Path) -> None:
     metadata = Metadata({}, storage_data={MetadataIndex("a"): _StorageInfo("../__0_0.distcp", 0, 1)})
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(BadInput, match="is no file of a checkpoint"):
+        load_program(tmp_path, [])
+
+
+def test_a_programs_checkpoint_of_another_python_is_read(tmp_path: Path) -> None:
+    """Python 3.13 says of paths that they are of pathlib._local."""
+    metadata = Metadata({}, storage_data={}, storage_meta=StorageMeta(checkpoint_id=tmp_path))
+    written = re.sub(rb"cpathlib(\._local)?\n", b"cpathlib._local\n", pickle.dumps(metadata, 2))
+    assert written.count(b"cpathlib._local\n") == 1
+    (tmp_path / ".metadata").write_bytes(written)
+    load_program(tmp_path, [])
+    (tmp_path / ".metadata").write_bytes(written.replace(b"PosixPath", b"os"))
+    with pytest.raises(BadInput, match=r"names pathlib\.os, which no checkpoint holds"):
         load_program(tmp_path, [])

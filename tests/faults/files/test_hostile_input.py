@@ -102,8 +102,11 @@ def test_a_deep_line_of_text_is_named(tmp_path: Path) -> None:
 
 
 def test_a_deep_header_of_tokens_is_named(tmp_path: Path) -> None:
+    """Python 3.13 follows four thousand brackets to their end, where something is missing."""
     (tmp_path / "a.bin").write_bytes(MAGIC + b"[" * (HEADER_BYTES - len(MAGIC)))
-    with pytest.raises(BadInput, match=r"a\.bin: the header of the token file nests too deeply"):
+    with pytest.raises(
+        BadInput, match=r"a\.bin: the header of the token file (nests too deeply|is not valid JSON: Expecting)"
+    ):
         read_token_file(tmp_path / "a.bin")
 
 

@@ -149,15 +149,22 @@ LARGE = ModelSpec(name="large", layers=4, hidden=2048, heads=16, kv_heads=4, ffn
 
 
 def test_an_update_brings_what_its_chunk_steps_and_no_more_than_three_parts() -> None:
-    """Both moments in fp32, and the weights where these are away, too; a part is two buckets of four Mi elements."""
+    """Both moments in fp32, and the weights where these are away, too, norms not counted; a part is two buckets of four Mi
+    elements, or the buckets that it has room for."""
     model = MODEL.replace(layers=8)
     for offload, each in ((["optimizer"], 8), (["optimizer", "parameters"], 12)):
         layout = even(model, dp=1, offload=offload)
         layout = bind(under("ministages", layout.plan, 2), model, layout.cluster)
-        owned, chunk = 4 * (MATRICES + NORMS) + TABLE, (2 * MATRICES + TABLE) / (4 * MATRICES + TABLE)
-        assert residents(layout)[0].update_bytes == pytest.approx(each * owned * chunk)
+        assert residents(layout)[0].update_bytes == pytest.approx(each * (2 * MATRICES + TABLE))
     (large,) = residents(even(LARGE, pp=1, dp=1, offload=["optimizer"]))
     assert large.update_bytes == 8 * 3 * 2 * 4 * 2**20
+    # Under ZeRO-2 a layer has a bucket up to its matrix up, and one of down alone. Two replicas own halves: two layers are a
+    # batch, in which a third layer's first bucket has no room. The first of them has the embedding, too.
+    model = MODEL.replace(layers=10, hidden=768, heads=12, kv_heads=12, ffn=2048)
+    bucket, layer = 4 * 768**2 + 2 * 768 * 2048, 4 * 768**2 + 3 * 768 * 2048
+    assert layer < 2 * 4 * 2**20 < layer + bucket / 2
+    halves, *_ = residents(even(model, pp=1, dp=2, zero=2, offload=["optimizer"]))
+    assert halves.update_bytes == pytest.approx(8 * (3 * layer + 512 * 768 / 2), rel=1e-4)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
