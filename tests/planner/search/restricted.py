@@ -1,12 +1,14 @@
 """`auto` inside the grid: a search that may answer with nothing but a point of it."""
 
+from unittest.mock import patch
+
 from hethub.planner.candidate.candidate import Candidate, Pattern
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
-from hethub.planner.search.auto import search
+from hethub.planner.search import auto, neighbours
 from hethub.planner.search.effort import effort_for
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.plan import PlanSpec
@@ -53,8 +55,21 @@ def grid_incumbent(problem: Problem) -> Incumbent:
 
 
 def restricted(problem: Problem) -> Evaluation:
-    """The answer of `auto`, restricted to the grid."""
-    found = search(grid_incumbent(problem), effort_for(problem))
+    """The answer of `auto`, restricted to the grid, which leaves microbatches of unlike sizes no room in flight: what the
+    search gives room stays as it is, or it would be no point."""
+    with patch(f"{neighbours.__name__}.with_room", _as_it_is), patch(f"{auto.__name__}.with_room", _as_it_is):
+        found = auto.search(grid_incumbent(problem), effort_for(problem))
+    assert found is not None, "no plan fits"
+    return found
+
+
+def _as_it_is(candidate: Candidate) -> Candidate:
+    return candidate
+
+
+def unrestricted(problem: Problem) -> Evaluation:
+    """The same with what the grid has not: microbatches in flight, offload, larger degrees."""
+    found = auto.search(Incumbent(problem), effort_for(problem))
     assert found is not None, "no plan fits"
     return found
 
