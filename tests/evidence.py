@@ -34,7 +34,7 @@ PROOFS = {
     "faults": ["benchmarks/faults.py"],
     "random-kills": ["-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "tests/faults/test_random_kills.py"],
     "stragglers": ["benchmarks/stragglers.py"],
-    "planner-exhaustive": ["benchmarks/planner.py", "exhaustive", "--first", "71000"],
+    "planner-exhaustive": ["benchmarks/planner.py", "exhaustive", "--first", "73000"],
     "planner-bounded": ["benchmarks/planner.py", "bounded", "--first", "68000"],
     "planner-effort": ["benchmarks/searches.py", "effort"],
     "planner-annealing": ["benchmarks/searches.py", "annealing"],
