@@ -10,7 +10,8 @@ times       search_seconds in fresh processes, median of 5, by number of acceler
 links       the mixed clusters: the answer where links give 60 % of their rate, beside the fastest plan found for such
             links
 growth      search_seconds from 8 to 10,240 accelerators, drawn in docs/search_time.svg
-exhaustive  auto against the whole grid of N random clusters of 3 and 4 unlike accelerators, 6 layers (default 200)
+exhaustive  auto, inside the grid and with all that it may do, against the whole grid of N random clusters of 3 and 4 unlike
+            accelerators, 6 layers (default 200)
 bounded     the same for N clusters of 6 accelerators, 8 layers (default 20): billions of points, all but a few left out
             by their bound
 

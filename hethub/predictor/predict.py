@@ -118,9 +118,10 @@ def _interval(
     precision = software.math_precision(layout.plan.precision)
     names = {layout.cluster.places[rank].accelerator.name for rank in layout.plan.ranks}  # no step hangs on unused ones
     known = all(constants.knows(name, precision) for name in names)
-    measured = [profile.device(name, layout.plan.precision) for name in names] if profile is not None else [None]
-    if all(measured):
-        return interval(seconds, max(own.width(constants.interval) for own in measured if own is not None))
+    measured = [profile and profile.device(name, layout.plan.precision) for name in names]
+    widths = [device.width(constants.interval) for device in measured if device]
+    if len(widths) == len(names):
+        return interval(seconds, max(widths))
     return interval(seconds, width_of(constants.interval, software.stack in constants.stacks, known))
 
 

@@ -16,7 +16,7 @@ import hethub
 from hethub.predictor.calibration.evaluate import Repricer, evaluate
 from hethub.predictor.calibration.fit.least_squares import scales, solve, stack
 from hethub.predictor.calibration.sources.training_steps import Case, read_table
-from hethub.predictor.cost.constants import Constants, packaged, precision_class
+from hethub.predictor.cost.constants import Constants, packaged, scales_key
 from hethub.predictor.cost.intervals import half_width, width_of
 from hethub.predictor.cost.layer import LayerCost
 from hethub.predictor.cost.profile import ProfileSpec, load_profile
@@ -90,7 +90,7 @@ class Calibration:
         own = [
             log(evaluate(case, self._corrected).seconds / case.measured_seconds)
             for case in self._cases
-            if case.software.stack == HETHUB.stack and _key(case) == f"{device.name} {precision_class(math)}"
+            if case.software.stack == HETHUB.stack and _key(case) == scales_key(device.name, math)
         ]
         if own:
             return max(table["row known"], half_width(own))
@@ -114,7 +114,7 @@ def corrected(constants: Constants, cases: Iterable[Case]) -> Constants:
 
 
 def _key(case: Case) -> str:
-    return f"{case.accelerator.name} {precision_class(case.software.math_precision(case.layouts[0].plan.precision))}"
+    return scales_key(case.accelerator.name, case.software.math_precision(case.layouts[0].plan.precision))
 
 
 def _with_speeds(constants: Constants, run: ProfileSpec) -> Constants:
@@ -127,7 +127,7 @@ def _with_speeds(constants: Constants, run: ProfileSpec) -> Constants:
             cost = LayerCost(run.model, spec, timing.seq_len, device.precision, constants=constants)
             expected = cost.layer(timing.micro_batch, timing.tp).total
             ratios.append(log((timing.forward_seconds + timing.backward_seconds) / expected))
-        own = accelerators.setdefault(f"{spec.name} {precision_class(device.precision)}", {})
+        own = accelerators.setdefault(scales_key(spec.name, device.precision), {})
         own["log_scale"] = own.get("log_scale", 0.0) + fmean(ratios)
     return Constants(**{**constants.to_dict(), "accelerators": accelerators})
 

@@ -95,6 +95,11 @@ def precision_class(precision: MathPrecision) -> str:
     return "fp32" if precision in ("fp32", "fp64") else "fp16"
 
 
+def scales_key(name: str, precision: MathPrecision) -> str:
+    """Where the scales of a family or an accelerator are found."""
+    return f"{name} {precision_class(precision)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """What an accelerator reaches of its data sheet, and what each kernel costs besides. Fields may be arrays in
@@ -175,7 +180,7 @@ class Constants:
 
     def knows(self, accelerator: str, precision: MathPrecision) -> bool:
         """Whether the fit saw an accelerator of this name compute layers or steps, and not products alone."""
-        return "log_scale" in self.accelerators.get(f"{accelerator} {precision_class(precision)}", {})
+        return "log_scale" in self.accelerators.get(scales_key(accelerator, precision), {})
 
     def stack(self, name: str, precision: MathPrecision) -> float:
         """The factor of a software stack on device time: what stacks have in the mean, times its own where measured.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby, islice, pairwise
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -94,9 +94,10 @@ class Shard:
         part = owned / held.total * (sum(held.units) + held.tied) / sum(map(sum, runs))
         if part * max(map(max, runs)) >= 3 * most:
             return 3.0 * most
-        left, chunks = iter(runs), self.chunks if self.layout.plan.steps_chunk_by_chunk else self.chunks[:1]
-        each = [islice(left, None if len(chunks) == 1 else chunk.size if self._moves else 1) for chunk in chunks]
-        return max(_largest_batches([part * size for run in own for size in run], most) for own in each)
+        updated = [runs]
+        if self.layout.plan.steps_chunk_by_chunk:
+            updated = [runs[own.start : own.stop] for own in self.chunks] if self._moves else [[run] for run in runs]
+        return max(_largest_batches([part * size for run in own for size in run], most) for own in updated)
 
     @cached_property
     def _updated_at_once(self) -> list[tuple[float, ...]]:

@@ -5,6 +5,7 @@ That they would show a missing wait is shown by taking every one away, one at a 
 
 import contextlib
 import os
+from itertools import product
 from typing import Any
 
 import pytest
@@ -119,18 +120,18 @@ def what_shows(mutant: Mutant) -> str:
 
     Some are late enough in one seed of four only, and in fewer on a busy machine: further seeds, where the first show nothing.
     """
-    for seeds in (range(20), range(20, 80)):
-        for size, *arguments in (
-            (SIZE, "auto", "exact", mutant),
-            (SIZE, "gloo", "bf16", mutant),
-            (SIZE, AWARE, "exact", mutant),
-            (4, "auto", "exact", mutant, PATHS_OF_SHARES, LARGER_ISLAND),
-        ):
-            outcomes = start_ranks(size, run_paths, [0, 1, 2], seeds, *arguments, timeout_seconds=200)
-            told = [outcome.error for outcome in outcomes if outcome.error is not None]
-            told.sort(key=lambda error: error[0] == "RunFailed")  # the others only felt it
-            if any(outcome.failed for outcome in outcomes):
-                return " ".join(": ".join(told[0]).split())[:100] if told else "it never ends"
+    worlds: tuple[tuple[Any, ...], ...] = (
+        (SIZE, "auto", "exact", mutant),
+        (SIZE, "gloo", "bf16", mutant),
+        (SIZE, AWARE, "exact", mutant),
+        (4, "auto", "exact", mutant, PATHS_OF_SHARES, LARGER_ISLAND),
+    )
+    for seeds, (size, *arguments) in product((range(20), range(20, 80)), worlds):
+        outcomes = start_ranks(size, run_paths, [0, 1, 2], seeds, *arguments, timeout_seconds=200)
+        told = [outcome.error for outcome in outcomes if outcome.error is not None]
+        told.sort(key=lambda error: error[0] == "RunFailed")  # the others only felt it
+        if any(outcome.failed for outcome in outcomes):
+            return " ".join(": ".join(told[0]).split())[:100] if told else "it never ends"
     return ""
 
 

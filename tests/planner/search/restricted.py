@@ -57,7 +57,7 @@ def grid_incumbent(problem: Problem) -> Incumbent:
 def restricted(problem: Problem) -> Evaluation:
     """The answer of `auto`, restricted to the grid, which leaves microbatches of unlike sizes no room in flight: what the
     search gives room stays as it is, or it would be no point."""
-    with patch(f"{neighbours.__name__}.with_room", _as_it_is), patch(f"{auto.__name__}.with_room", _as_it_is):
+    with patch.object(neighbours, "with_room", _as_it_is), patch.object(auto, "with_room", _as_it_is):
         found = auto.search(grid_incumbent(problem), effort_for(problem))
     assert found is not None, "no plan fits"
     return found

@@ -20,7 +20,7 @@ from hethub.predictor.calibration.fit.least_squares import (
 )
 from hethub.predictor.calibration.sources.training_steps import Case
 from hethub.predictor.calibration.validation.families import family_of
-from hethub.predictor.cost.constants import Constants, family, precision_class
+from hethub.predictor.cost.constants import Constants, family, scales_key
 
 F_SCALE = 0.1  # residuals beyond about 10 % count less and less
 STEP = 0.02  # of a logarithm, for derivatives
@@ -58,11 +58,11 @@ def step_parameters(cases: Sequence[Case], base: Constants) -> list[Parameter]:
 
 
 def _accelerator_key(case: Case) -> str:
-    return f"{case.accelerator.name} {precision_class(case.software.math or 'bf16')}"
+    return scales_key(case.accelerator.name, case.software.math or "bf16")
 
 
 def _family_key(case: Case) -> str:
-    return f"{family(case.accelerator)} {precision_class(case.software.math or 'bf16')}"
+    return scales_key(family(case.accelerator), case.software.math or "bf16")
 
 
 def _affected(parameter: Parameter, cases: Sequence[Case]) -> np.ndarray:
