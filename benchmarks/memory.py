@@ -1,6 +1,6 @@
 """What ranks really hold: their peak proportional set, as the kernel counts it, beside the prediction.
 
-    python benchmarks/memory.py [PLAN ...] [--planned N]
+    python benchmarks/memory.py [PLAN ...] [--planned N [--first SEED]]
 
 Rank processes on this host train two steps of a Llama of 97 M parameters in fp32 under every plan, with malloc set as
 `hethub train` sets it. A thread of each rank reads /proc/self/smaps_rollup all the while: the proportional set (Pss)
@@ -36,8 +36,6 @@ from hethub.spec.model import ModelSpec
 from tests.planner.test_plans_train import random_case
 from tests.support.layouts import Case, build_trainer, chunked, replica, stage
 from tests.support.ranks import run_ranks
-
-FIRST_PLANNED = 700  # the seed of the first random question
 
 MODEL = ModelSpec(name="bench", layers=12, hidden=768, heads=12, kv_heads=12, ffn=2048, vocab=8192, max_seq_len=64)
 TINY = MODEL.replace(hidden=24, ffn=64, vocab=256)
@@ -238,8 +236,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plans", nargs="*", metavar="PLAN", help=f"of {', '.join(own.name for own in PLANS)}")
     parser.add_argument("--planned", type=int, default=0, metavar="N", help="the answers to so many random questions")
+    parser.add_argument("--first", type=int, default=700, metavar="SEED", help="of the first question (default: 700)")
     given = parser.parse_args()
-    seeds = range(FIRST_PLANNED, FIRST_PLANNED + given.planned)
+    seeds = range(given.first, given.first + given.planned)
     settings: dict[str, Any] = {"precision": "fp32", "bucket_elements": BUCKET_ELEMENTS}
     plans = [random_case(seed, MODEL, MODEL.max_seq_len, **settings) for seed in seeds]
     return 0 if measure(plans or [own for own in PLANS if not given.plans or own.name in given.plans]) else 1

@@ -59,7 +59,7 @@ PROOFS = {
     "rehearsed": ["benchmarks/rehearsed.py", "--plans", "60", "--seed", "15"],
     "links": ["benchmarks/links.py"],
     "memory": ["benchmarks/memory.py"],
-    "planned-memory": ["benchmarks/memory.py", "--planned", "12"],
+    "planned-memory": ["benchmarks/memory.py", "--planned", "12", "--first", "1200"],
     "wire": ["benchmarks/wire.py"],
     "laws": [
         "-m",

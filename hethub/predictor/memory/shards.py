@@ -71,13 +71,16 @@ class Shard:
 
     @cached_property
     def bucket_elements(self) -> float:
-        """Elements of the two largest neighbouring buckets: of units where these move, of a chunk's matrices else.
+        """Elements that a rank holds of the two largest neighbouring buckets: of units where these move, of a chunk's matrices
+        else.
 
-        A bucket is cut where it is full. A tied head on another stage than the embedding is none of them.
+        A bucket is cut where it is full, whatever a rank holds of it. A tied head on another stage than the embedding is
+        none of them.
         """
         model, is_end = self.layout.model, self.stage in (0, self.layout.num_stages - 1)
         table = model.vocab * model.hidden if is_end and not self.layout.head_is_apart else 0
-        full = BUCKET_ELEMENTS + max(model.hidden * model.ffn, table)
+        part = self.parameters.held.own / self.whole.own
+        full = part * (BUCKET_ELEMENTS + max(model.hidden * model.ffn, table))
         first, *others = self._updated_at_once
         chunks = [(self.parameters.tied, *first), *others]
         if self._moves:

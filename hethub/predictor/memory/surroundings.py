@@ -14,6 +14,7 @@ from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
 
 CONTEXT_BYTES = int(1.2 * 2**30)
 COMMUNICATOR_BYTES = int(2.5 * 2**30)
+PACKED_BYTES = 11 << 20  # of operands in an order of its own that MKL keeps, by one thread, as measured
 PROCESS_BYTES = 256 << 20  # private memory of a process that has imported torch and hethub; libraries' pages are shared
 
 
@@ -65,8 +66,8 @@ def _loss_bytes(width: int) -> int:
 
 def _temporaries(shard: Shard, tokens: float) -> float:
     """A layer's intermediate results in backward: six of SwiGLU's width, of which three are its gradients, and four of the
-    hidden state's."""
-    return tokens * shard.width * (6 * shard.widths.ffn + 4 * shard.layout.model.hidden)
+    hidden state's. What the library of products keeps for itself stays."""
+    return PACKED_BYTES + tokens * shard.width * (6 * shard.widths.ffn + 4 * shard.layout.model.hidden)
 
 
 def checkpoint_bytes(shard: Shard, owned: float) -> float:
