@@ -26,7 +26,7 @@ from hethub.predictor.pipeline.traffic import link_loads
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.state import StateMap
-from hethub.spec.plan import ScheduleName
+from hethub.spec.plan import PlanSpec, ScheduleName
 from hethub.spec.schedule.microbatches import overlaps
 from tests.predictor.plans import LLAMA_8B, cluster, under, uniform
 from tests.spec.random_plans import any_cases
@@ -217,7 +217,8 @@ def sent_bytes(layout: Layout) -> dict[tuple[str, Any], float]:
             # A tied head's ends, on two stages, sum by themselves.
             if len(stage.replicas) == 1 or not set(ranks) <= {*stage.ranks}:
                 continue
-            times = (2, 2, rounds + 1, 2 * rounds)[stage.zero]  # not every pass gathers all of a stage's weights
+            # Norms stay where they are; not every pass gathers all of a stage's weights.
+            times = (2, 2, rounds + 1, 2 * rounds)[stage.zero] if bucket.decays else 2
             num_bytes = times * piece.numel * width
             machines, islands = {places[rank].machine for rank in ranks}, Counter(places[r].island for r in ranks)
             if len(islands) > 1:
@@ -369,3 +370,25 @@ def test_replicas_that_share_slow_links_are_replayed_once(schedule: ScheduleName
     assert costs.is_paced
     folded, full = (step_times(layout, costs, full=full).seconds for full in (False, True))
     assert folded == pytest.approx(full, rel=2e-3)
+
+
+def test_a_leader_of_unlike_shares_relays_what_it_holds() -> None:
+    """Three quarters of a stage's matrices where its rank of two has them, beside a replica that cuts them in four: their sum
+    and the gather pass its staging, of two islands half of each."""
+    names = ("A100-SXM4-80GB", "MI250X-GCD", "A100-SXM4-80GB")
+    on = cluster(*((name, 1, count) for name, count in zip(names, (4, 2, 1), strict=True)))
+    slow = on.links.staging.replace(gbytes_per_second=1e-3)
+    on, model = on.replace(links=on.links.replace(staging=slow)), LLAMA_8B.replace(layers=2, vocab=512, kv_heads=32)
+    replicas = [{"ranks": [0, 1, 2, 3], "micro_batch": 1, "samples": 1}]
+    replicas += [{"ranks": [4, 5], "tensor_shares": [3, 1], "micro_batch": 1, "samples": 1}]
+    stages = [
+        {"layers": [[0, 1]], "replicas": replicas, "zero": 1},
+        {"layers": [[1, 2]], "replicas": [{"ranks": [6], "micro_batch": 1, "samples": 2}]},
+    ]
+    plan = {"model": model.name, "cluster": on.name, "global_batch": 2, "seq_len": 8, "precision": "fp32"}
+    layout = bind(PlanSpec.model_validate({**plan, "stages": stages}), model, on)
+    matrices = 4 * 4096**2 + 3 * 4096 * 14336 + 512 * 4096
+    busiest, _, link = PlanCosts(layout, HETHUB, packaged()).loads.longest
+    assert link is not None
+    assert (link.kind, link.owner) == ("staging", 4)
+    assert busiest == pytest.approx(2 * 0.75 * matrices * 4 / 2 / 1e6, rel=0.01)

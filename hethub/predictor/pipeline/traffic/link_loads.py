@@ -19,7 +19,7 @@ from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.groups import Operation
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.resources import OF_RANKS, Resource
-from hethub.predictor.memory.parameters import RankWidths, StageParameters, rank_widths
+from hethub.predictor.memory.parameters import RankWidths, StageParameters, rank_widths, replica_widths
 from hethub.predictor.pipeline.state_costs import StateCosts
 from hethub.predictor.pipeline.traffic.routes import Flow, Routes
 from hethub.spec.layout.bind import ALL_IN_FLIGHT
@@ -125,7 +125,10 @@ class StateTraffic:
             return 0.0
         leader = spec.replicas[replica]
         groups = [self.state.replica_group(stage, position) for position in range(-(-cuts // leader.tp))]
-        return sum(
+        (alone,) = rank_widths(self.state.model, 1)
+        widths = replica_widths(self.state.model, leader, self.state.software)[0]
+        held, whole = (self.state.count(each, self.state.whole[stage]).own for each in (widths, alone))
+        return (held / whole * cuts / len(groups)) * sum(  # it may hold more or less than these cuts
             self.state.network.rank_bytes(group, leader.ranks[0], own, num_bytes, operation)
             for group in groups
             for operation, num_bytes in moved.items()
@@ -150,7 +153,8 @@ class StateTraffic:
         """Parameters of keys and values where ranks of a replica hold the same heads: their rings have more ranks than
         replicas, and carry nearly all of their bytes."""
         spec, model = self.state.layout.stages[stage], self.state.model
-        if spec.cut_alike and spec.replicas[0].tensor_shares is None and spec.replicas[0].tp <= model.num_kv_heads:
+        cuts = {replica_widths(model, replica, self.state.software) for replica in spec.replicas}
+        if all(sum(widths.kv for widths in cut) == model.num_kv_heads for cut in cuts):
             return 0
         return 2 * model.hidden * model.num_kv_heads * model.head_size * spec.num_layers
 
