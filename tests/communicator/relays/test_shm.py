@@ -77,9 +77,11 @@ def test_the_end_of_a_peer_ends_the_queue(relays):
     for thread in outboxes():
         thread.join(10)
     assert not outboxes()
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
     with pytest.raises(PeerError, match="connection closed"):
         relays[0].send(message(0, 1), 1, tag=0)
+    with pytest.raises(PeerError, match="connection closed"):
+        relays[0]._links[1]._make_block(1 << 20)
+    assert len(os.listdir("/proc/self/fd")) < descriptors  # the peer's socket is closed, and nothing else is open
 
 
 def submit_hundreds_before_the_peer_reads(world):
