@@ -95,8 +95,7 @@ class Reduction:
         """Combines left to right in the accumulation type; `out` may be the memory of any source."""
         first, *rest = sources
         if not rest:
-            if out.data_ptr() != first.data_ptr() or out.dtype != first.dtype:
-                out.copy_(first)
+            out.copy_(first)  # which torch leaves out where both are the same memory
             return
         direct = out.dtype == self.accumulate_dtype and all(source.dtype == out.dtype for source in sources)
         if direct and all(out.data_ptr() != source.data_ptr() for source in rest[1:]):

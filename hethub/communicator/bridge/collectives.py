@@ -50,6 +50,8 @@ class Bridge:
         """
         if not flat.numel():
             return
+        if reduction.is_scaled:
+            flat.copy_(reduction.prepared(flat))
         if self.is_small(flat, reduction):
             self._all_reduce_small(flat, reduction)
             return

@@ -272,9 +272,10 @@ class PointToPoint:
         if name == "send":
             self._count_sent(tensor, peer)
         try:
-            return NativeWork(operation, start(gloo, host, peer, tag), [tensor], peer, self._counted(tensor, name))
+            inner = start(gloo, host, peer, tag)
         except RuntimeError as error:
-            raise operation.failed(error, peer) from error
+            raise operation.failed(error, self._members[peer]) from error
+        return NativeWork(operation, inner, [tensor], self._members[peer], self._counted(tensor, name))
 
     def _start_any(self, host: torch.Tensor, tensor: torch.Tensor, tag: int, operation: Operation) -> NativeWork:
         if self._aborted or self._process.given_up:
@@ -292,7 +293,7 @@ class PointToPoint:
 
         def job() -> None:
             host = staged.load_whole()
-            GlooTransfer(torch_private.gloo_send(self._gloo, host, peer, tag), host, peer).wait()
+            GlooTransfer(torch_private.gloo_send(self._gloo, host, peer, tag), host, self._members[peer]).wait()
 
         work = HethubWork(operation, [tensor], self._process.callbacks)
         return worker.submit(Job(run=job, work=work, count=self._counted(tensor, "send")))

@@ -93,7 +93,7 @@ def reduce_scatter_route(islands: Islands, ranges: Sequence[Range], rank: int) -
     partials = []
     for piece in carried[rank]:
         owners = [(r, common) for r in others if (common := overlap(piece, ranges[r]))]
-        partials.append(Partial(piece, sorted(owners, key=lambda owner: owner[1])))
+        partials.append(Partial(piece, owners))
     if mine:
         partials.append(Partial(mine, [(rank, mine)]))
     expected = [(r, piece) for r in others for piece in intersect(carried[r], mine)]

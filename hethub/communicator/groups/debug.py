@@ -1,6 +1,7 @@
 """Debug mode: before each bridged operation the ranks compare what they are about to do."""
 
 import json
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +12,17 @@ from hethub.spec.errors import RunFailed
 from hethub.spec.ranges import Range
 
 _BYTES = 256
+_MAX_CHARACTERS = 150
 
 
 def describe(name: str, number: int, tensors: Sequence[torch.Tensor], chosen: Sequence[str], *, alike: bool) -> str:
     """What an operation is, as far as it must be the same on all ranks: `alike` says that the tensors must be,
     `chosen` is what else must agree: the words of options, reduction and ranges."""
     shapes = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors] if alike else []
-    return json.dumps([name, number, ", ".join([*chosen, *shapes])[:150]])
+    words = ", ".join([*chosen, *shapes])
+    if len(words) > _MAX_CHARACTERS:  # what is left out may be what differs
+        words = f"{words[:_MAX_CHARACTERS]}... (checksum {zlib.crc32(words.encode()):08x})"
+    return json.dumps([name, number, words])
 
 
 def option_words(opts: Any) -> list[str]:

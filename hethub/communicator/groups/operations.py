@@ -154,7 +154,8 @@ class GroupCore(torch_private.GroupBase):
         island = self._bridge.home
         native = None
         if len(island) > 1:
-            native = self.context.native_group(name, island, self._rank, timeout_seconds)
+            ranks = [self.members[place] for place in island]  # of the world: other groups may have this one's name
+            native = self.context.native_group(name, ranks, self.context.rank, timeout_seconds)
         device = self.context.device
         library = IslandLibrary(native, island, self._rank, device)
         return NativeLegs(self._bridge, library, device, self.context.dispatcher)

@@ -47,11 +47,7 @@ class HethubGroup(GroupCore):
 
         def job() -> None:
             for staged, reduction in parts:
-                flat = self._load_whole(staged)
-                contribution = reduction.prepared(flat)
-                if contribution is not flat:
-                    flat.copy_(contribution)
-                self._bridge.all_reduce(flat, reduction)
+                self._bridge.all_reduce(self._load_whole(staged), reduction)
                 self._store([staged])
 
         return self._submit(name, job, tensors, opts)

@@ -32,14 +32,17 @@ def reduce_scatter_by_ranges(
     The ranges cover the one-dimensional input, may be empty and of any sizes, and are the same on all members.
     `output` may be that very slice of `flat_input`, which is also the default: the sum is then made in place.
     """
-    if _stays_on_device(group, flat_input, ranges, op):
-        mine = ranges[group.rank()]
-        result = flat_input[mine.start : mine.stop] if output is None else output
+    _check(flat_input, ranges, group.size())
+    mine = ranges[group.rank()]
+    result = flat_input[mine.start : mine.stop] if output is None else output
+    if result.numel() != mine.size or result.dtype != flat_input.dtype:
+        raise ValueError(
+            f"the output has {result.numel()} elements of {result.dtype}, but this rank's range {mine.size} of"
+            f" {flat_input.dtype}; make it as large and of that type"
+        )
+    if _stays_on_device(group, flat_input, op):
         return native_reduce_scatter(group, result, flat_input, ranges, async_op=async_op)
     spanning = _spanning(group)
-    _check(flat_input, ranges, spanning.size())
-    mine = ranges[spanning.rank()]
-    result = flat_input[mine.start : mine.stop] if output is None else output
     work = spanning.reduce_scatter_ranges(result, [flat_input], ranges, op, "reduce_scatter_by_ranges")
     return _waited(work, async_op=async_op)
 
@@ -48,17 +51,15 @@ def all_gather_by_ranges(
     group: dist.ProcessGroup, flat_output: torch.Tensor, ranges: Sequence[Range], *, async_op: bool = True
 ) -> HethubWork:
     """A Work after which every member's `flat_output` holds member i's `flat_output[ranges[i]]`, for all i."""
-    if _stays_on_device(group, flat_output, ranges, dist.ReduceOp.SUM):
+    _check(flat_output, ranges, group.size())
+    if _stays_on_device(group, flat_output, dist.ReduceOp.SUM):
         return native_all_gather(group, flat_output, ranges, async_op=async_op)
-    spanning = _spanning(group)
-    _check(flat_output, ranges, spanning.size())
-    return _waited(spanning.all_gather_ranges(flat_output, ranges, "all_gather_by_ranges"), async_op=async_op)
+    return _waited(_spanning(group).all_gather_ranges(flat_output, ranges, "all_gather_by_ranges"), async_op=async_op)
 
 
-def _stays_on_device(group: dist.ProcessGroup, flat: torch.Tensor, ranges: Sequence[Range], op: Any) -> bool:
+def _stays_on_device(group: dist.ProcessGroup, flat: torch.Tensor, op: Any) -> bool:
     """Whether the vendor's library does it: ranks of one island, on devices."""
-    native = not isinstance(group, HethubGroup) and flat.device.type != "cpu" and op == dist.ReduceOp.SUM
-    return native and covers_exactly(ranges, Range(0, flat.numel()))
+    return not isinstance(group, HethubGroup) and flat.device.type != "cpu" and op == dist.ReduceOp.SUM
 
 
 def native_reduce_scatter(

@@ -52,11 +52,16 @@ class Connector:
             )
         if relay != "auto":
             return RelayChoice.always(relay, relay)
-        if stored is not None and (self._has_mpi or "mpi" not in stored.names(far=True) | stored.names(far=False)):
+        if stored is not None and self._can_connect(stored):
             return stored
         if not self.spans_hosts or not self._has_mpi:
             return RelayChoice.always("shm", "gloo")
         return RelayChoice(near=((0, "shm"),), far=faster_by_size(self._times_between_hosts()))
+
+    def _can_connect(self, stored: RelayChoice) -> bool:
+        """Whether this job has what an earlier one used: it may have been started by mpirun, or on one host."""
+        near, far = stored.names(far=False), stored.names(far=True)
+        return (self._has_mpi or "mpi" not in near | far) and not (self.spans_hosts and "shm" in far)
 
     def carriers(self, choice: RelayChoice) -> dict[int, Carriers]:
         """The relays to each rank, this one included (a group of one rank asks for them too)."""

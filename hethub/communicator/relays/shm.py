@@ -166,13 +166,15 @@ class ShmLink:
 
     def _make_block(self, size: int) -> Block:
         descriptor = os.memfd_create("hethub", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, size)
-        with self._sending:
-            number = len(self._own_blocks)
-            block = Block(number, descriptor, size, self._device)
-            self._own_blocks[number] = block
-            self._send_bell(_BELL.pack(_BLOCK, 0, number, size), descriptor)
-        os.close(descriptor)
+        try:
+            os.ftruncate(descriptor, size)
+            with self._sending:
+                number = len(self._own_blocks)
+                block = Block(number, descriptor, size, self._device)
+                self._own_blocks[number] = block
+                self._send_bell(_BELL.pack(_BLOCK, 0, number, size), descriptor)
+        finally:
+            os.close(descriptor)
         return block
 
     def _ring(self, kind: int, tag: int, number: int, num_bytes: int) -> None:

@@ -49,3 +49,24 @@ def test_averages_of_integers_are_cut_towards_zero():
     partials = [torch.tensor(values, dtype=torch.int32) for values in ([-3, 3, -4], [-4, 4, -4])]
     make_reduction(dist.ReduceOp.AVG, torch.int32, 2).total(partials, out)
     assert out.tolist() == [-3, 3, -4]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize("name", ["SUM", "AVG", "PRODUCT"])
+def test_narrow_types_are_added_in_fp32_and_rounded_once(name, dtype):
+    partials = [torch.randn(1000, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)]
+    a, b, c = (partial.float() for partial in partials)
+    expected = {"SUM": a + b + c, "AVG": (a + b + c) / 3, "PRODUCT": a * b * c}[name].to(dtype)
+    out = torch.empty(1000, dtype=dtype)
+    make_reduction(getattr(dist.ReduceOp, name), dtype, 3).total(partials, out)
+    assert torch.equal(out.float(), expected.float())
+    assert torch.equal(partials[0].float(), a)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", range(3))
+def test_a_total_may_lie_where_a_partial_does_and_leaves_the_others(place, dtype):
+    """The others may be memory that their sender still reads."""
+    partials = [torch.full((5,), float(10**number), dtype=dtype) for number in range(3)]
+    make_reduction(dist.ReduceOp.SUM, dtype, 3).total(partials, partials[place])
+    assert [partial[0].item() for partial in partials] == [111 if at == place else 10**at for at in range(3)]

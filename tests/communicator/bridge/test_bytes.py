@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from hethub.communicator.joining.islands import (
 )
 from hethub.communicator.measuring import bench
 from hethub.communicator.measuring.bound import least_messages
+from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
 from hethub.spec.ranges import Range, covers_exactly, from_sizes, merge
 from tests.support.ranks import run_ranks
@@ -101,6 +103,22 @@ def test_bench_of_one_island_of_devices_does_not_wait_in_a_ring():
     assert [row["bytes"] for row in rows if row["operation"] == "send_receive"] == [4096, 1 << 20]
 
 
+def test_bench_leaves_out_the_first_call_and_gives_legs_per_call(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+
+    def call():
+        now[0] += 1.0 if now[0] else 100.0
+
+    assert bench._timed(SimpleNamespace(device=Device(vendor="cpu")), call, 3) == [1.0] * 3
+    rows = [
+        {"calls": 3, "legs": {"wire": 6.0, "add": 1.0}},
+        {"calls": 1, "legs": {"wire": 2.0}},
+        {"calls": 9, "legs": {}},
+    ]
+    assert bench._legs({"operations": rows}) == {"wire": 2.0, "add": 0.25}
+
+
 @pytest.mark.parametrize("islands", LAYOUTS, ids=str)
 def test_the_bound_in_seconds_moves_the_least_bytes(islands):
     messages = least_messages(islands, 1200)
@@ -162,6 +180,10 @@ def check_routes(islands, routes):
     for route in routes:
         made = {p.piece for p in route.partials}
         assert made <= set(route.held[route.rank])
+        for partial in route.partials:
+            readers = [message for message in partial.readers if message[0] != route.rank]
+            alone = partial.only_reader(route.rank)
+            assert alone is None or readers == [(alone, partial.piece)]
         for total in route.totals:
             assert all(holder in island for holder, island in zip(total.holders, islands, strict=True))
             for holder in total.holders:

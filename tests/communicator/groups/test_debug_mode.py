@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import all_gather_by_ranges, reduce_scatter_by_ranges
+from hethub.communicator.groups import debug
 from hethub.spec.ranges import from_sizes
 from tests.support.ranks import start_ranks, values
 
@@ -73,6 +74,17 @@ def test_debug_mode_names_the_rank_that_does_something_else(function, message):
     outcomes = start_ranks(3, function, connect={"islands": [[0, 2], [1]], "debug": True}, timeout_seconds=60)
     assert re.search(message, outcomes[0].error[1]), outcomes[0]
     assert all(outcome.error[0] == "RunFailed" for outcome in outcomes)
+
+
+def test_a_difference_is_seen_behind_what_is_said():
+    """Sizes of as many ranks are not all said: those of the last ones alone may differ."""
+    sizes, others = [1_000_000] * 100, [*[1_000_000] * 98, 999_999, 1_000_001]
+    told = [
+        debug.describe("all_gather_by_ranges", 123_456, [], debug.range_words(from_sizes(each)), alike=False)
+        for each in (sizes, others)
+    ]
+    assert told[0] != told[1]
+    assert max(len(each.encode()) for each in told) <= debug._BYTES
 
 
 def reduce_to_each(world):

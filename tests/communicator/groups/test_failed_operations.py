@@ -179,6 +179,24 @@ def test_sums_go_on_behind_a_message_that_nobody_answers(waited):
         assert "Application timeout caused pair closure" in met or "Connection closed by peer" in met
 
 
+def name_the_peer_of_a_group(rank, store):
+    """What messages of groups say of a peer that does not answer; its place in them is 1 less than its rank."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    groups = [dist.new_group([1, 2], timeout=timedelta(seconds=1)) for _ in range(2 * (rank > 0))]
+    if rank == 2:
+        for group, name, start in zip(groups, ("recv", "send"), (dist.irecv, dist.isend), strict=True):
+            with pytest.raises(RunFailed, match=rf"{name} .* \(ranks 1, 2\) failed on rank 2 with rank 1: "):
+                start(torch.zeros(3), 1, group=group).wait()
+        store.set("said", "")
+    store.get("said")
+    dist.destroy_process_group()
+
+
+def test_a_peer_is_named_by_its_rank_in_the_world():
+    environment = {"HETHUB_ISLANDS": "0|1|2", "HETHUB_STAGED_RANKS": "2"}
+    values(start_ranks(3, name_the_peer_of_a_group, timeout_seconds=60, environment=environment))
+
+
 def use_a_destroyed_group(rank, store):
     """The world's sum behind those of a group that is gone; torch says of it by itself that it does not know it."""
     dist.init_process_group("hethub", store=store, rank=rank, world_size=2)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from hethub.communicator import all_reduce_with_feedback
 from tests.support.ranks import run_ranks
 
 LAYOUTS = {
@@ -203,6 +204,9 @@ def premul_and_coalesced(world):
     dist.reduce_scatter_tensor(part, whole, op=factor)
     assert torch.equal(part, 0.5 * world.size * whole.view(-1, 2)[world.rank])
     assert torch.equal(whole, torch.arange(2.0 * world.size))
+    tensor = torch.full((10,), 4.0)
+    all_reduce_with_feedback(world.default_group, tensor, torch.zeros(10), op=factor, async_op=False)
+    assert (tensor == 2.0 * world.size).all()
 
     tensors = [torch.full((3,), float(world.rank)), torch.full((5,), 1.0)]
     with dist._coalescing_manager():

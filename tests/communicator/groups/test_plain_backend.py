@@ -299,6 +299,23 @@ def test_groups_that_torch_names_alike_do_not_meet(islands):
     assert values(outcomes) == [[1, 101, 1], [10, 1010, 10], [100, 101, 100], [1000, 1010, 1000]]
 
 
+def sums_of_staged_groups_of_one_name(rank, store):
+    """A sum over both islands in each of two groups, each with two ranks of the first."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=6)
+    group = dist.new_group([0, 1, 4] if rank in (0, 1, 4) else [2, 3, 5])
+    tensor = torch.full((100_000,), 10.0**rank)
+    dist.all_reduce(tensor, group=group)
+    dist.destroy_process_group()
+    return group.group_name, tensor[0].item()
+
+
+def test_island_libraries_of_groups_that_torch_names_alike_do_not_meet():
+    """The ranks of the first island have the places 0 and 1 in both groups."""
+    environment = {"HETHUB_ISLANDS": "0,1,2,3|4,5", "HETHUB_STAGED_RANKS": "0,1,2,3,4,5"}
+    outcomes = start_ranks(6, sums_of_staged_groups_of_one_name, environment=environment, timeout_seconds=30)
+    assert values(outcomes) == [("1", 10011.0 if rank in (0, 1, 4) else 101100.0) for rank in range(6)]
+
+
 def waiting_in_a_group_made_anew(rank, store):
     """How a receive ends in a group that was made anew before the last one of its name was no more, when rank 2 ends."""
     dist.init_process_group("hethub", store=store, rank=rank, world_size=3)

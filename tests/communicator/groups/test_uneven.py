@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hethub.communicator import torch_private
-from hethub.communicator.groups.uneven import _stays_on_device, native_all_gather, native_reduce_scatter
+from hethub.communicator import reduce_scatter_by_ranges, torch_private
+from hethub.communicator.groups.uneven import native_all_gather, native_reduce_scatter
 from hethub.spec.ranges import from_sizes, nearly_equal, split
 from tests.support.ranks import run_ranks
 
@@ -57,12 +57,6 @@ def test_unequal_and_empty_shares_stay_with_the_library(sizes: list[int]) -> Non
         assert whole == total
 
 
-@pytest.mark.parametrize("sizes", [[1, 0, 5], [0, 0, 0]])
-def test_an_empty_share_leaves_nobody_out_of_the_librarys_path(sizes: list[int]) -> None:
-    group, flat = MagicMock(spec=dist.ProcessGroup), torch.empty(sum(sizes), device="meta")
-    assert _stays_on_device(group, flat, from_sizes(sizes), dist.ReduceOp.SUM)
-
-
 @pytest.mark.parametrize(("size", "operations"), [(6, 1), (7, 2), (2, 1)])
 def test_parts_of_a_bucket_take_two_operations_however_many_members_there_are(
     size: int, operations: int, monkeypatch: pytest.MonkeyPatch
@@ -79,3 +73,22 @@ def test_parts_of_a_bucket_take_two_operations_however_many_members_there_are(
         native_reduce_scatter(group, flat[ranges[rank].start : ranges[rank].stop], flat, ranges, async_op=True)
         native_all_gather(group, flat, ranges, async_op=True)
     assert len(called) == 3 * 2 * operations
+
+
+def refuse_outputs(world: Any) -> list[str]:
+    said, flat, ranges = [], torch.ones(5), from_sizes([2, 3])
+    for output in (torch.ones(4), torch.ones(ranges[world.rank].size, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="the output has") as raised:
+            reduce_scatter_by_ranges(world.default_group, flat, ranges, output)
+        said.append(str(raised.value))
+    reduce_scatter_by_ranges(world.default_group, flat, ranges, async_op=False)
+    assert flat[ranges[world.rank].start] == 2.0
+    return said
+
+
+@pytest.mark.parametrize("islands", [[[0], [1]], [[0, 1]]], ids=["bridged", "native"])
+def test_an_output_that_is_not_as_this_ranks_range_is_refused(islands: list[list[int]]) -> None:
+    """A longer one kept old numbers behind the sum."""
+    for said, size in zip(run_ranks(2, refuse_outputs, islands=islands, timeout_seconds=60), (2, 3), strict=True):
+        assert f"4 elements of torch.float32, but this rank's range {size} of torch.float32" in said[0]
+        assert f"{size} elements of torch.float64" in said[1]

@@ -13,6 +13,7 @@ from hethub.communicator.bridge.links import Links, message_stage
 from hethub.communicator.counters import Counters
 from hethub.communicator.relays import choice
 from hethub.communicator.relays.choice import Carriers, RelayChoice, faster_by_size
+from hethub.communicator.relays.connection import Connector
 from hethub.communicator.relays.mpi import MpiRelay, ask_open_mpi, is_gpu_aware
 from hethub.communicator.relays.relay import PeerError
 from hethub.kernels.device import Device
@@ -71,6 +72,14 @@ def test_stored_relays_that_cannot_be_connected_are_chosen_anew():
     for sent, relays in run_ranks(2, reduce_small_and_large, islands=[[0], [1]], stored_relays=stored):
         assert set(sent) == {"shm"}
         assert relays["near"] == [[0, "shm"]]
+
+
+@pytest.mark.parametrize(("hosts", "far"), [(["a", "a"], "shm"), (["a", "b"], "gloo")])
+def test_shared_memory_stored_on_one_host_is_not_taken_between_hosts(hosts, far):
+    """The first run had one host and `relay: shm`."""
+    rendezvous = SimpleNamespace(rank=0, size=2, launcher="torchrun")
+    connector = Connector(rendezvous, hosts, Device(vendor="cpu"), timeout_seconds=1.0, num_lanes=1)
+    assert connector.choose("auto", RelayChoice.always("shm", "shm")) == RelayChoice.always("shm", far)
 
 
 def test_an_unknown_relay_is_refused():

@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,9 +77,11 @@ def test_the_end_of_a_peer_ends_the_queue(relays):
     for thread in outboxes():
         thread.join(10)
     assert not outboxes()
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
     with pytest.raises(PeerError, match="connection closed"):
         relays[0].send(message(0, 1), 1, tag=0)
+    with pytest.raises(PeerError, match="connection closed"):
+        relays[0]._links[1]._make_block(1 << 20)
+    assert len(os.listdir("/proc/self/fd")) < descriptors  # the peer's socket is closed, and nothing else is open
 
 
 def submit_hundreds_before_the_peer_reads(world):
@@ -99,3 +102,30 @@ def submit_hundreds_before_the_peer_reads(world):
 
 def test_a_rank_may_run_hundreds_of_broadcasts_ahead():
     assert all(run_ranks(2, submit_hundreds_before_the_peer_reads, islands=[[0], [1]], timeout_seconds=60))
+
+
+def blocks_made(world):
+    """The blocks that this rank has mapped after five rounds of what takes them, and how many sixteen more add."""
+    found, after, before = [], (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    for rounds in (5, 16):
+        for _ in range(rounds):
+            for size in (10_000, 300_000):  # the first goes to everybody in one hop
+                dist.all_reduce(torch.ones(size))
+            part, gathered = torch.ones(30_000), torch.empty(30_000 * world.size)
+            dist.reduce_scatter_tensor(part, torch.ones(30_000 * world.size))
+            dist.all_gather_into_tensor(gathered, part)
+            arrival = world.receive(torch.empty(30_000), before)
+            world.send(part, after).wait()
+            arrival.wait()
+            world.barrier()
+        found.append(sum("memfd:hethub" in line for line in Path("/proc/self/maps").read_text().splitlines()))
+    return found[0], found[1] - found[0]
+
+
+@pytest.mark.parametrize("staged", [[], [0, 1, 2]], ids=["host", "staged"])
+@pytest.mark.parametrize("islands", [[[0, 1], [2]], [[0], [1], [2]]], ids=["2+1", "1+1+1"])
+def test_operations_give_their_blocks_back(islands, staged):
+    """One that is kept each time would make a block each time."""
+    for at_first, more in run_ranks(3, blocks_made, islands=islands, staged_ranks=staged, timeout_seconds=60):
+        assert at_first > 0
+        assert more < 8, (at_first, more)
