@@ -199,7 +199,16 @@ class Turned(nn.Module):
         return nn.functional.grid_sample(values.view(-1, 1, 2, 2), grid, align_corners=False)
 
 
-@pytest.mark.parametrize("inner", [Marks(), Spectrum(), Turned()], ids=["marks", "spectrum", "turned"])
+class Inverted(nn.Module):
+    """Torch then looks whether the matrices had an inverse, by an operator that makes nothing."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(torch.eye(4, dtype=values.dtype) + values[:, :, None] * values[:, None])
+
+
+@pytest.mark.parametrize(
+    "inner", [Marks(), Spectrum(), Turned(), Inverted()], ids=["marks", "spectrum", "turned", "inverted"]
+)
 def test_what_torch_records_otherwise_than_it_computes_is_traced(inner: nn.Module) -> None:
     """And proved equal by the trace itself."""
     graph = trace(Wrapped(inner).double(), (torch.randn(6, 4, dtype=torch.float64),))
