@@ -22,17 +22,18 @@ from tests.synthesis.test_rules import check_rule
 
 # Functions of torch whose forward or backward consists of the table's operators.
 NAMES = {
-    "addmm", "all", "amax", "amin", "any", "argmax", "baddbmm", "bmm", "cat", "constant_pad_nd", "cumsum",
+    "addmm", "all", "amax", "amin", "any", "argmax", "argmin", "baddbmm", "bmm", "cat", "constant_pad_nd",
+    "cumsum",
     "expand", "fill", "flip", "gather", "kthvalue", "log_softmax", "logsumexp", "masked_fill", "max", "min",
     "mm", "mv", "narrow", "new_full", "nn.functional.adaptive_avg_pool2d", "nn.functional.avg_pool2d",
     "nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv_transpose2d", "nn.functional.elu",
-    "nn.functional.embedding", "nn.functional.glu", "nn.functional.hardshrink", "nn.functional.hardsigmoid",
+    "nn.functional.embedding", "nn.functional.glu", "nn.functional.group_norm", "nn.functional.hardshrink", "nn.functional.hardsigmoid",
     "nn.functional.hardswish", "nn.functional.hardtanh", "nn.functional.layer_norm", "nn.functional.leaky_relu",
     "nn.functional.logsigmoid", "nn.functional.max_pool2d", "nn.functional.mish", "nn.functional.nll_loss",
     "nn.functional.prelu", "nn.functional.softplus", "nn.functional.softshrink", "norm", "permute", "roll",
-    "scatter", "scatter_add", "select", "softmax", "sort", "split", "split_with_sizes", "squeeze", "stack",
+    "scatter", "scatter_add", "select", "softmax", "sort", "split", "split_with_sizes", "squeeze", "stack", "std",
     "sum", "t", "topk", "torch.ops.aten._safe_softmax.default", "transpose", "tril", "triu", "unbind",
-    "unsqueeze",
+    "unsqueeze", "var",
 }  # fmt: skip
 SAMPLES, CALLS = 12, 10  # of a function; of an operator, on unlike tensors
 
