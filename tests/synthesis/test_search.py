@@ -10,7 +10,17 @@ import torch.nn as nn
 
 from hethub.spec.errors import BadInput
 from hethub.synthesis.capture.trace import trace
-from hethub.synthesis.costs import Costs, Model, Shares, move_cost, precision_of, rank_seconds, work
+from hethub.synthesis.costs import (
+    Collective,
+    Costs,
+    Linear,
+    Model,
+    Shares,
+    move_cost,
+    precision_of,
+    rank_seconds,
+    work,
+)
 from hethub.synthesis.planning import baselines, plan_graph, pose
 from hethub.synthesis.program import Execution, Living
 from hethub.synthesis.ratios import alternate, by_speed, even, fit, rounded
@@ -292,6 +302,47 @@ def test_products_and_lookups_cost_what_they_compute_and_move() -> None:
     assert added is not None
     assert lookup.fused_bytes == 2 * (2 * 5 * 8 * 4) + 2 * 5 * 8
     assert added.flops == 2 * 2 * 8 * 8 * 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "seconds"),
+    [
+        ("all-gather", (25, 25), 2 + 75 * 4),
+        ("all-gather", (10, 40), 1.5 * 2 + 90 * 4),  # whoever has the least is sent the most; pieces start one by one
+        ("reduce-scatter", (10, 40), 1.5 * 2 + 90 * 4),
+        ("padded all-gather", (10, 40), 2 + 3 * 40 * 4),
+        ("all-reduce", (100, 100), 2 * (2 + 75 * 4)),
+        ("all-to-all", (10, 40), 2 * 2 + 40 * 3),
+    ],
+)
+def test_collectives_cost_what_the_busiest_rank_is_sent(
+    kind: Collective, parts: tuple[int, int], seconds: float
+) -> None:
+    """Among four ranks, of 100 bytes: two seconds to start, and four for every byte that a rank is sent in an all-gather."""
+    costs = Costs(cluster([1.0] * 4), "fp64")
+    costs.__dict__["reduce_scatter"] = Linear(
+        2.0, 3.0
+    )  # by the bytes of the whole, of which equal pieces leave out a quarter
+    assert costs.collective(kind, 100, parts[0] / 100, parts[1] / 100) == pytest.approx(seconds, rel=1e-12)
+
+
+class Attending(nn.Module):
+    """To the first four values of six."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        made = self.layer(values)
+        return nn.functional.scaled_dot_product_attention(made, made[:, :, :4], made[:, :, :4]).square().mean()
+
+
+def test_attention_costs_its_products_for_every_sample_and_head() -> None:
+    """Two in forward; five in backward, which computes the scores again."""
+    graph = trace(Attending(), (torch.randn(3, 2, 6, 8),))
+    flops = [w.flops for o in graph.operators if "attention" in o.key and (w := work(graph, o))]
+    assert flops == [times * 3 * 2 * (2 * 6 * 4 * 8) for times in (2, 5)]
 
 
 class Pairs(nn.Module):
