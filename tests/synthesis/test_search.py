@@ -24,7 +24,7 @@ from hethub.synthesis.costs import (
 from hethub.synthesis.planning import baselines, plan_graph, pose
 from hethub.synthesis.program import Execution, Living
 from hethub.synthesis.ratios import alternate, by_speed, even, fit, rounded
-from hethub.synthesis.rules import WHOLE, Rules, State
+from hethub.synthesis.rules import PARTIAL, WHOLE, Rules, State
 from hethub.synthesis.search import Problem, Search
 from tests.synthesis.clusters import cluster, random_cluster
 from tests.synthesis.exact import random_program, reference
@@ -374,3 +374,26 @@ def test_a_step_waits_for_what_buffers_hold_after_it() -> None:
     assert moves
     costs = [move_cost(execution.model, program.shares, *move[:3])[0] for move in moves]
     assert execution.step_seconds == pytest.approx(without.step_seconds + sum(costs), rel=1e-9)
+
+
+def test_sums_of_gradients_wait_for_each_other_and_the_optimizer_for_them() -> None:
+    """Where ranks share nothing but the products that make two weights' gradients, these sums come one after the other."""
+    model = model_of(TwoLayers(), (torch.randn(6, 12),), cluster([1.0, 1.0], gbytes=1e-6))
+    graph, rules, partial = model.graph, [], set[int]()
+    for own, operator in zip(model.rules.of, graph.operators, strict=True):
+        before = tuple(PARTIAL if tensor in partial else WHOLE for tensor in operator.inputs)
+        shared = operator.name in ("mm_1", "mm_2")
+        fits = [r.is_cut and r.outputs == (PARTIAL,) if shared else r.inputs == before for r in own]
+        rules.append(fits.index(True))
+        partial.update(operator.made if PARTIAL in own[rules[-1]].outputs else ())
+    shares = even(model)
+    execution = Execution(model, rules, dict.fromkeys(graph.parameters, WHOLE), shares)
+    sums = [
+        move_cost(model, shares, tensor, PARTIAL, WHOLE)[0] for tensor in graph.gradients.values() if tensor in partial
+    ]
+    seconds = [float(rank_seconds(model, shares, number, rule)[0]) for number, rule in enumerate(execution.rules)]
+    first = min(graph.producers[tensor] for tensor in graph.gradients.values() if tensor in partial)
+    assert len(sums) == 2
+    assert sum(seconds[first + 1 :]) < sums[0]  # all is computed before the first sum is there
+    waited = sum(seconds[: first + 1]) + sum(sums) + execution.optimizer_seconds
+    assert execution.step_seconds == pytest.approx(waited, rel=1e-12)
