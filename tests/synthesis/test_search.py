@@ -106,6 +106,7 @@ def test_ratios_follow_speed_and_a_rank_that_only_delays_gets_nothing() -> None:
     cut = {model.rules.axis_of(number, rule) for number, rule in enumerate(execution.rules)} - {None}
     used = [own for axis, own in enumerate(best.shares) if axis in cut]
     assert all(own[3] == 0 for own in used)
+    assert not any(rank_seconds(model, best.shares, n, r)[3] for n, r in enumerate(execution.rules) if r.is_cut)
     assert best.seconds <= Problem(model).search(by_speed(model)).execution.step_seconds
     wide = max(used, key=sum)
     np.testing.assert_allclose(np.array(wide[:3]) / sum(wide), [1 / 6, 2 / 6, 3 / 6], atol=0.05)
