@@ -230,14 +230,19 @@ class Step:
         self.peak_bytes = max(self.peak_bytes or 0, sum(alive.values()) + moments)
 
     def _add(self, gradients: dict[str, torch.Tensor]) -> None:
-        seen: set[int] = set()
+        taken: dict[
+            int, list[range]
+        ] = {}  # by storage, the addresses that are gradients by now; some are parts of others
         for name, shard in self._shards.items():
             if name not in gradients:
                 continue
             own = gradients[name]
-            if own.data_ptr() in seen or not own.is_contiguous():
+            place = range(own.data_ptr(), own.data_ptr() + own.nbytes)
+            others = taken.setdefault(own.untyped_storage().data_ptr(), [])
+            if not own.is_contiguous() or any(place.start < o.stop and o.start < place.stop for o in others):
                 own = own.clone(memory_format=torch.contiguous_format)
-            seen.add(own.data_ptr())
+            else:
+                others.append(place)
             shard.grad = own if shard.grad is None else shard.grad + own
 
     def is_whole(self, name: str) -> bool:

@@ -90,8 +90,10 @@ def local_arguments(
     for number, argument in enumerate(schema_of(operator.target).arguments[: len(args)]):
         if argument.name in OUTPUT_SIZES:
             args[number] = list(local[0])
+        elif argument.name == "N":  # group norm's samples
+            args[number] = tensors[0].shape[0]
         elif argument.name == "bias_sizes" and args[number] is not None:
-            args[number] = [tensors[2].shape[0]]
+            args[number] = [tensors[0].shape[1]]
     return tuple(args)
 
 

@@ -222,12 +222,6 @@ class Execution:
     def _move_seconds(self, move: Move) -> float:
         return move_cost(self.model, self.shares, move.tensor, move.source, move.target)[0] if move.collective else 0.0
 
-    def last_uses(self) -> dict[int, int]:
-        """By tensor, the operator after which no rank needs it any more."""
-        uses = {tensor: numbers[-1] for tensor, numbers in self.model.graph.consumers.items()}
-        keeps = {*self.model.graph.results, *(t for t in self.model.graph.gradients.values() if t is not None)}
-        return {tensor: number for tensor, number in uses.items() if tensor not in keeps}
-
     def rows(self) -> Iterator[dict[str, Any]]:
         """One line of the program's table per operator."""
         graph, rules = self.model.graph, self.model.rules
@@ -305,7 +299,6 @@ class Living:
         self.peak = self.now.copy()
         self._at_peak: list[list[int]] = [[] for _ in self.peak]  # per rank, the storages that live then
         self.most = np.zeros((len(graph.operators), len(self.now)))  # per operator and rank, while it runs
-        self._last = execution.last_uses()
         self._under_way = np.zeros_like(self.now)  # buffers of the scattered gradient that is
         for self._number, operator in enumerate(graph.operators):
             self._play(self._number, operator)
@@ -379,9 +372,9 @@ class Living:
             self._users[storage] += 1
 
     def _free(self, number: int, operator: Operator) -> None:
-        graph, last = self._model.graph, self._last
+        graph = self._model.graph
         for tensor in dict.fromkeys((*operator.inputs, *operator.made)):
-            if last.get(tensor, -1) <= number and tensor not in graph.results:
+            if graph.consumers.get(tensor, [-1])[-1] <= number and tensor not in graph.results:
                 stay = {self._execution.kept[name] for name in graph.parameter_of_gradient.get(tensor, ())}
                 held = self._held.get(tensor, {})
                 for state in [state for state in held if state not in stay]:

@@ -244,7 +244,10 @@ class Rules:
         rules = [Rule(wholes, (WHOLE,) * len(operator.made))]
         if labels is None:
             rules += self._reshape_rules(operator)
+        narrow = any(self.graph.tensors[tensor].dtype in CARRIED_AS for tensor in operator.made)
         for label in labels or ():
+            if narrow and SUM in label.outputs:  # whose sums torch's Gloo does not carry
+                continue
             places = _places(operator, label)
             blocks = dict.fromkeys(c.blocks for tensor, dim in places for c in self._cuts[tensor] if c.dim == dim)
             for count in blocks:
@@ -256,8 +259,13 @@ class Rules:
         return rules
 
     def _adds(self, operator: Operator) -> bool:
-        """Whether its tensors can be added up; truth values cannot, nor what torch's Gloo has no sums of."""
-        return all(self.graph.tensors[t].dtype not in CARRIED_AS for t in (*operator.inputs, *operator.made))
+        """Whether what it makes of parts adds up to what it makes of their sum: not of truth values, of what torch's Gloo has
+        no sums of, nor where each part is cut off to a whole number."""
+        before, after = ([self.graph.tensors[t].dtype for t in own] for own in (operator.inputs, operator.made))
+        cuts_off = any(d.is_floating_point for d in before) and not all(
+            d.is_floating_point or d.is_complex for d in after
+        )
+        return not cuts_off and not any(dtype in CARRIED_AS for dtype in (*before, *after))
 
     def _reshape_rules(self, operator: Operator) -> list[Rule]:
         source, target = operator.inputs[0], operator.made[0]

@@ -206,6 +206,15 @@ def _wanted(parts: Sequence[int | str | None], made: Sequence[bool]) -> tuple[in
     return tuple(part for part, wanted in zip(parts, made, strict=True) if wanted)
 
 
+def group_norm(op: Shapes) -> list[Label]:
+    return [Label((0,) + (None,) * (len(op.inputs) - 1), (0,) * len(op.outputs))]
+
+
+def group_norm_backward(op: Shapes) -> list[Label]:
+    made = op.argument("output_mask")
+    return [Label((0,) * 4 + (None,) * (len(op.inputs) - 4), _wanted((0, SUM, SUM), made))]
+
+
 def convolution(op: Shapes) -> list[Label]:
     bias = len(op.inputs) > 2
     labels = [Label((0, None) + (None,) * bias, (0,))]
@@ -287,7 +296,7 @@ _TABLE: list[tuple[Callable[[Shapes], list[Label]], str]] = [
     (slices, "slice.Tensor"),
     (sums, "sum.default sum.dim_IntList"),
     (extremes, "amax.default amin.default argmax.default max.dim min.dim any.dim all.dim logsumexp.default"),
-    (extremes, "linalg_vector_norm.default"),
+    (extremes, "linalg_vector_norm.default argmin.default var.correction std.correction"),
     (removed, "select.int unbind.int squeeze.dim squeeze.dims"),
     (added, "unsqueeze.default select_backward.default"),
     (padded, "constant_pad_nd.default"),
@@ -297,6 +306,8 @@ _TABLE: list[tuple[Callable[[Shapes], list[Label]], str]] = [
     (embedding_backward, "embedding_dense_backward.default"),
     (layer_norm, "native_layer_norm.default"),
     (layer_norm_backward, "native_layer_norm_backward.default"),
+    (group_norm, "native_group_norm.default"),
+    (group_norm_backward, "native_group_norm_backward.default"),
     (convolution, "convolution.default"),
     (convolution_backward, "convolution_backward.default"),
     (pictures, "max_pool2d_with_indices.default max_pool2d_with_indices_backward.default"),
@@ -316,6 +327,8 @@ HEAVY = (
 ROWS = (
     "_scaled_dot_product_flash_attention_for_cpu.default", "_scaled_dot_product_flash_attention_for_cpu_backward.default",
 )  # fmt: skip
+# Whose kernels refuse what does not lie in order.
+ORDERED = ("native_group_norm.default", "native_group_norm_backward.default")
 COPIES = (
     "clone.default",
     "_to_copy.default",
@@ -356,6 +369,8 @@ def takes(operator: Operator, tensor: torch.Tensor) -> bool:
     device for granted. Those of the table were tried on any."""
     if short(operator) in ROWS:
         return tensor.shape[-1:] in ((), (1,)) or tensor.stride(-1) == 1
+    if short(operator) in ORDERED:
+        return tensor.is_contiguous()
     return short(operator) in RESHAPES or _labels(operator) is not None
 
 

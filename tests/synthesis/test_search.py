@@ -10,11 +10,21 @@ import torch.nn as nn
 
 from hethub.spec.errors import BadInput
 from hethub.synthesis.capture.trace import trace
-from hethub.synthesis.costs import Costs, Model, Shares, move_cost, precision_of, rank_seconds, work
+from hethub.synthesis.costs import (
+    Collective,
+    Costs,
+    Linear,
+    Model,
+    Shares,
+    move_cost,
+    precision_of,
+    rank_seconds,
+    work,
+)
 from hethub.synthesis.planning import baselines, plan_graph, pose
 from hethub.synthesis.program import Execution, Living
 from hethub.synthesis.ratios import alternate, by_speed, even, fit, rounded
-from hethub.synthesis.rules import WHOLE, Rules, State
+from hethub.synthesis.rules import PARTIAL, WHOLE, Rules, State
 from hethub.synthesis.search import Problem, Search
 from tests.synthesis.clusters import cluster, random_cluster
 from tests.synthesis.exact import random_program, reference
@@ -96,6 +106,7 @@ def test_ratios_follow_speed_and_a_rank_that_only_delays_gets_nothing() -> None:
     cut = {model.rules.axis_of(number, rule) for number, rule in enumerate(execution.rules)} - {None}
     used = [own for axis, own in enumerate(best.shares) if axis in cut]
     assert all(own[3] == 0 for own in used)
+    assert not any(rank_seconds(model, best.shares, n, r)[3] for n, r in enumerate(execution.rules) if r.is_cut)
     assert best.seconds <= Problem(model).search(by_speed(model)).execution.step_seconds
     wide = max(used, key=sum)
     np.testing.assert_allclose(np.array(wide[:3]) / sum(wide), [1 / 6, 2 / 6, 3 / 6], atol=0.05)
@@ -294,6 +305,47 @@ def test_products_and_lookups_cost_what_they_compute_and_move() -> None:
     assert added.flops == 2 * 2 * 8 * 8 * 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "parts", "seconds"),
+    [
+        ("all-gather", (25, 25), 2 + 75 * 4),
+        ("all-gather", (10, 40), 1.5 * 2 + 90 * 4),  # whoever has the least is sent the most; pieces start one by one
+        ("reduce-scatter", (10, 40), 1.5 * 2 + 90 * 4),
+        ("padded all-gather", (10, 40), 2 + 3 * 40 * 4),
+        ("all-reduce", (100, 100), 2 * (2 + 75 * 4)),
+        ("all-to-all", (10, 40), 2 * 2 + 40 * 3),
+    ],
+)
+def test_collectives_cost_what_the_busiest_rank_is_sent(
+    kind: Collective, parts: tuple[int, int], seconds: float
+) -> None:
+    """Among four ranks, of 100 bytes: two seconds to start, and four for every byte that a rank is sent in an all-gather."""
+    costs = Costs(cluster([1.0] * 4), "fp64")
+    costs.__dict__["reduce_scatter"] = Linear(
+        2.0, 3.0
+    )  # by the bytes of the whole, of which equal pieces leave out a quarter
+    assert costs.collective(kind, 100, parts[0] / 100, parts[1] / 100) == pytest.approx(seconds, rel=1e-12)
+
+
+class Attending(nn.Module):
+    """To the first four values of six."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        made = self.layer(values)
+        return nn.functional.scaled_dot_product_attention(made, made[:, :, :4], made[:, :, :4]).square().mean()
+
+
+def test_attention_costs_its_products_for_every_sample_and_head() -> None:
+    """Two in forward; five in backward, which computes the scores again."""
+    graph = trace(Attending(), (torch.randn(3, 2, 6, 8),))
+    flops = [w.flops for o in graph.operators if "attention" in o.key and (w := work(graph, o))]
+    assert flops == [times * 3 * 2 * (2 * 6 * 4 * 8) for times in (2, 5)]
+
+
 class Pairs(nn.Module):
     """Scores of every pair of its inputs' samples: two axes of samples."""
 
@@ -323,3 +375,26 @@ def test_a_step_waits_for_what_buffers_hold_after_it() -> None:
     assert moves
     costs = [move_cost(execution.model, program.shares, *move[:3])[0] for move in moves]
     assert execution.step_seconds == pytest.approx(without.step_seconds + sum(costs), rel=1e-9)
+
+
+def test_sums_of_gradients_wait_for_each_other_and_the_optimizer_for_them() -> None:
+    """Where ranks share nothing but the products that make two weights' gradients, these sums come one after the other."""
+    model = model_of(TwoLayers(), (torch.randn(6, 12),), cluster([1.0, 1.0], gbytes=1e-6))
+    graph, rules, partial = model.graph, [], set[int]()
+    for own, operator in zip(model.rules.of, graph.operators, strict=True):
+        before = tuple(PARTIAL if tensor in partial else WHOLE for tensor in operator.inputs)
+        shared = operator.name in ("mm_1", "mm_2")
+        fits = [r.is_cut and r.outputs == (PARTIAL,) if shared else r.inputs == before for r in own]
+        rules.append(fits.index(True))
+        partial.update(operator.made if PARTIAL in own[rules[-1]].outputs else ())
+    shares = even(model)
+    execution = Execution(model, rules, dict.fromkeys(graph.parameters, WHOLE), shares)
+    sums = [
+        move_cost(model, shares, tensor, PARTIAL, WHOLE)[0] for tensor in graph.gradients.values() if tensor in partial
+    ]
+    seconds = [float(rank_seconds(model, shares, number, rule)[0]) for number, rule in enumerate(execution.rules)]
+    first = min(graph.producers[tensor] for tensor in graph.gradients.values() if tensor in partial)
+    assert len(sums) == 2
+    assert sum(seconds[first + 1 :]) < sums[0]  # all is computed before the first sum is there
+    waited = sum(seconds[: first + 1]) + sum(sums) + execution.optimizer_seconds
+    assert execution.step_seconds == pytest.approx(waited, rel=1e-12)

@@ -20,7 +20,7 @@ from hethub.synthesis.program import Program
 from hethub.synthesis.rules import Cut
 from tests.support.ranks import run_ranks
 from tests.synthesis.clusters import cluster
-from tests.synthesis.exact import Holder, adamw, check, random_program, reference_of, train
+from tests.synthesis.exact import Holder, adamw, check, random_program, reference_of, steps_of, train
 
 
 class Scaled(nn.Module):
@@ -245,3 +245,42 @@ def test_a_gradient_that_no_operator_makes_is_one() -> None:
     for outcomes in run_ranks(2, train, known.graph, known.named, known.inputs, programs):
         for outcome in outcomes:
             check(known, outcome)
+
+
+class Prompted(nn.Module):
+    """The prompt's gradient is a part of that of the positions, which are added to it and to what nobody trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.positions = nn.Linear(8, 8), nn.Parameter(torch.randn(6, 8))
+        self.prompt = nn.Parameter(torch.randn(4, 8))
+        self.register_buffer("first", torch.randn(2, 8))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        keys = torch.cat([self.first, self.prompt]) + self.positions
+        return (self.layer(values) @ keys.t()).square().mean()
+
+
+def scaled(world: Any, graph: Graph, named: Named, inputs: Any, programs: list[Program]) -> list[tuple[Named, bool]]:
+    """Of every program, whole gradients that were clipped, and whether no more lived than was predicted."""
+    found = []
+    for program, step, _ in steps_of(world, graph, named, programs):
+        step(*inputs)
+        synthesis.clip_grad_norm_(step, 0.1)
+        assert step.peak_bytes is not None
+        found.append((step.gradients(), step.peak_bytes <= program.memory_bytes[world.rank]))
+    return found
+
+
+def test_a_gradient_that_is_a_part_of_another_is_planned_held_and_clipped_once() -> None:
+    torch.manual_seed(0)
+    module, inputs = Prompted().double(), (torch.randn(6, 8, dtype=torch.float64),)
+    graph, named = trace(module, inputs), module.state_dict(keep_vars=True)
+    programs = [random_program(graph, cluster([1.0, 2.0]), seed) for seed in range(8)]
+    module(*inputs).backward()
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    for outcomes in run_ranks(2, scaled, graph, named, inputs, programs):
+        for gradients, keeps_within in outcomes:
+            assert keeps_within
+            for name, parameter in module.named_parameters():
+                torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)

@@ -32,6 +32,12 @@ def writes(node: fx.Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
+def is_check(node: fx.Node) -> bool:
+    """Whether an operator makes nothing: it looks at types or values, which are those of one device."""
+    schema = schema_of(node.target)
+    return schema is not None and not schema.returns and not schema.is_mutable
+
+
 def owner_of(node: fx.Node) -> Any:
     """Whose memory an operator writes to: what the view that it is given, if it is one, was taken of."""
     found: Any = node.args[0]

@@ -111,6 +111,16 @@ def refuse_operator(node: fx.Node) -> None:
             f"'{module}' draws random numbers ({node.target}), which would differ from rank to rank; set its dropout to 0,"
             " call .eval() on it, or let the numbers be an input of forward."
         )
+    if node.target is aten.as_strided.default and not _fills_its_memory(given(node, "self").meta["val"]):
+        raise BadInput(
+            f"'{module}' reads a tensor by places in memory (as_strided), where ranks keep it in another order; call .contiguous()"
+            " on it first, or write it with slices, transpose and unfold."
+        )
     if "batch_norm" in called(node) and given(node, "training") and given(node, "running_mean") is not None:
         by_sample = given(node, "running_mean").target is aten.repeat.default  # the statistics once for each sample
         (refuse_instance_norm if by_sample else refuse_batch_norm)(module)
+
+
+def _fills_its_memory(value: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in order, and nothing else lies there."""
+    return value.is_contiguous() and value.untyped_storage().nbytes() == value.numel() * value.itemsize

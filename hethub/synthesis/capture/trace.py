@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import FakeTensorMode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from hethub.spec.errors import BadInput
-from hethub.synthesis.capture.nodes import NUMBERS, called, module_of, owner_of, writes
+from hethub.synthesis.capture.nodes import NUMBERS, called, is_check, module_of, owner_of, writes
 from hethub.synthesis.capture.proof import as_it_was, prove
 from hethub.synthesis.capture.refused import (
     CONSTANT,
@@ -34,7 +34,6 @@ from hethub.synthesis.graph import BySamples, Graph, Operator, Ref, Tensor
 aten: Any = torch.ops.aten
 INPUT = "input "  # begins the names of the user's inputs; no name of a module's has a space
 SAME_TENSOR = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
-CHECKS = (aten._assert_tensor_metadata.default, aten._assert_async.msg)  # of values and types that one device has too
 PROFILER = "profiler."  # begins the keys of operators that mark a time and make no tensor
 
 
@@ -204,7 +203,7 @@ class _Tracing:
 
     def _build(self, joint: fx.GraphModule, updates: list[str]) -> Graph:
         for node in reversed(joint.graph.nodes):  # what ends a mark reads what began it
-            if node.target in CHECKS or str(node.target).startswith(PROFILER):
+            if is_check(node) or str(node.target).startswith(PROFILER):
                 joint.graph.erase_node(node)
         names = iter(self._values)
         placed = {node: next(names) for node in joint.graph.nodes if node.op == "placeholder"}

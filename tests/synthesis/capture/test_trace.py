@@ -1,5 +1,7 @@
 """The traced graph computes what the module computes; what cannot be cut is refused with its operator and module."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn as nn
@@ -110,9 +112,22 @@ class Cond(nn.Module):
         return torch.cond(values.sum() > 0, lambda v: v * 2, lambda v: v - 1, (values,))
 
 
+class Windows(nn.Module):
+    """Reads so many places in memory, of what is taken of the values."""
+
+    def __init__(self, taken: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.taken = taken
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.taken(values).as_strided((3, 2, 2), (4, 1, 1))
+
+
 @pytest.mark.parametrize(
     ("module", "words"),
     [
+        (Wrapped(Windows(torch.t)), ["'inner' reads", "as_strided", ".contiguous()"]),
+        (Wrapped(Windows(lambda values: values[1:])), ["'inner' reads", "as_strided", ".contiguous()"]),
         (Wrapped(nn.Dropout(0.5)), ["inner", "random", "dropout"]),
         (Wrapped(nn.BatchNorm1d(4)), ["inner", "BatchNorm", "convert_sync_batchnorm", ".eval()"]),
         (
@@ -133,6 +148,8 @@ class Cond(nn.Module):
         (Wrapped(nn.LazyLinear(4)), ["'inner.weight' has no shape yet", "call the module once"]),
     ],
     ids=[
+        "memory in another order",
+        "memory of a part",
         "dropout",
         "batch norm",
         "instance norm",
@@ -199,12 +216,23 @@ class Turned(nn.Module):
         return nn.functional.grid_sample(values.view(-1, 1, 2, 2), grid, align_corners=False)
 
 
-@pytest.mark.parametrize("inner", [Marks(), Spectrum(), Turned()], ids=["marks", "spectrum", "turned"])
+class Inverted(nn.Module):
+    """Torch then looks whether the matrices had an inverse, by an operator that makes nothing."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(torch.eye(4, dtype=values.dtype) + values[:, :, None] * values[:, None])
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [Marks(), Spectrum(), Turned(), Inverted(), Windows(torch.square)],
+    ids=["marks", "spectrum", "turned", "inverted", "windows"],
+)
 def test_what_torch_records_otherwise_than_it_computes_is_traced(inner: nn.Module) -> None:
     """And proved equal by the trace itself."""
     graph = trace(Wrapped(inner).double(), (torch.randn(6, 4, dtype=torch.float64),))
     assert not any(operator.key.startswith("profiler") for operator in graph.operators)
-    if isinstance(inner, Turned):
+    if isinstance(inner, (Turned, Windows)):
         with pytest.raises(BadInput, match="trace it with example inputs of 5"):
             graph.at(5)
     else:
