@@ -11,7 +11,7 @@ import torch
 from hethub.communicator.bridge.arithmetic import Reduction
 from hethub.communicator.bridge.chunks import Tuning, chunked, run_pipelined
 from hethub.communicator.bridge.exchange import Exchange, Start, at
-from hethub.communicator.bridge.links import Links, Stage, wait_for
+from hethub.communicator.bridge.links import Links, Stage, wait_for, wait_until_read
 from hethub.communicator.bridge.routes import (
     GatherRoute,
     Route,
@@ -289,8 +289,8 @@ class HostSide:
             lent.release()
 
     def wait(self) -> None:
-        """Returns when the island's messages have left `flat`."""
-        wait_for(self._sends)
+        """Returns when the island's messages have left `flat`, or were read, where none come from it."""
+        (wait_for if self._incoming else wait_until_read)(self._sends)
 
     def _own(self, piece: Range) -> torch.Tensor:
         return self._flat[piece.start : piece.stop]

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from hethub.communicator.bridge.arithmetic import Reduction
-from hethub.communicator.bridge.links import Stage, wait_for
+from hethub.communicator.bridge.links import Stage, wait_for, wait_until_read
 from hethub.communicator.bridge.routes import Route, Total
 from hethub.communicator.counters import Leg, LegClock
 from hethub.communicator.relays.relay import Incoming, Transfer
@@ -79,6 +79,9 @@ class Exchange:
             message.release()
         side.release()
         if not route.returns:
+            if not route.expected:
+                with side.clock(Leg.WIRE):
+                    wait_until_read(sends)
             return
         if side.copies:
             yield

@@ -41,6 +41,13 @@ def wait_for(transfers: Iterable[Transfer]) -> None:
         transfer.wait()
 
 
+def wait_until_read(transfers: Iterable[Transfer]) -> None:
+    """Returns when the peers have all messages: for who hears nothing from them that would keep it from running ahead, with
+    one more of them in memory each time."""
+    for transfer in transfers:
+        transfer.wait_until_read()
+
+
 class Links:
     """Sends and receives among `members` (the world's ranks, in group order); `number` sets this group's tags apart.
 

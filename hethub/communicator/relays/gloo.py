@@ -29,7 +29,7 @@ def connect_gloo(
     )
 
 
-class GlooTransfer:
+class GlooTransfer(Transfer):
     """A Gloo send or receive under way."""
 
     def __init__(self, work: object, tensor: torch.Tensor, peer: int) -> None:
@@ -44,7 +44,7 @@ class GlooTransfer:
             raise PeerError(self._peer, gloo_reason(error)) from error
 
 
-class Striped:
+class Striped(Transfer):
     """One message cut over several lanes."""
 
     def __init__(self, transfers: list[Transfer]) -> None:

@@ -25,7 +25,7 @@ _MAX_SLEEP_SECONDS = 5e-4
 _MAX_MESSAGE_BYTES = 1 << 30
 
 
-class MpiTransfer:
+class MpiTransfer(Transfer):
     """A message cut into parts below MPI's 2 GiB counts."""
 
     def __init__(self, relay: "MpiRelay", requests: list[Any], tensor: torch.Tensor, peer: int) -> None:

@@ -28,6 +28,10 @@ class Transfer(Protocol):
     def wait(self) -> None:
         """Returns when the tensor may be used again. Raises PeerError on failure or timeout."""
 
+    def wait_until_read(self) -> None:
+        """Returns when the peer has the message, and no memory of the relay's holds it. Raises PeerError."""
+        self.wait()
+
 
 class Incoming(Protocol):
     """A message expected, in memory the relay lends."""

@@ -2,7 +2,7 @@
 
 Payloads lie in blocks of anonymous memory (memfd) whose descriptors are passed over a Unix socket, so nothing has a
 name that could outlive the processes. The sender copies a message into a free block and rings; the receiver reads it
-in place and returns the block. A sender never waits: where no block is free it makes another, and what a full socket
+in place and returns the block. A sender never has to wait: where no block is free it makes another, and what a full socket
 does not take waits in a queue, since a sender that blocked could be what its peer is waiting for. The queue is bounded:
 a peer that leaves tens of thousands of messages unread is an error. The kernel closes the socket of a dead peer, which
 ends every wait for it.
@@ -17,7 +17,8 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +32,7 @@ _INLINE_BYTES = 4096
 _SMALLEST_BLOCK_BYTES = 64 << 10
 _MAX_QUEUED = 1 << 16
 _RETRY_SECONDS = 1e-3
+Found = TypeVar("Found")
 
 
 class Block:
@@ -39,6 +41,7 @@ class Block:
     def __init__(self, number: int, descriptor: int, size: int, device: Device) -> None:
         self.number = number
         self.num_users = 0
+        self.num_sent = self.num_read = 0  # messages
         # Python's own mmap would keep a descriptor per block, of which a process has a thousand.
         with torch.inference_mode(False):  # else one that is made under it could be written under it alone
             self.memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8)
@@ -58,11 +61,19 @@ class Carried:
         return self.memory.view(dtype)
 
 
-class Sent:
-    """A message already copied: its tensor may be used again at once."""
+class Sent(Transfer):
+    """A message already copied: its tensor may be used again at once. It is the block's last by now; a short one has none."""
+
+    def __init__(self, link: "ShmLink", block: Block | None) -> None:
+        self._link, self._block = link, block
+        self._number = block.num_sent if block else 0
 
     def wait(self) -> None:
         return None
+
+    def wait_until_read(self) -> None:
+        if (block := self._block) is not None:
+            self._link.until(lambda: block.num_read >= self._number or None)
 
 
 class ShmLink:
@@ -83,16 +94,17 @@ class ShmLink:
         self._sending = threading.Lock()
         self._outbox: deque[tuple[bytes, int | None]] = deque()
 
-    def send(self, tensor: torch.Tensor, tag: int) -> None:
+    def send(self, tensor: torch.Tensor, tag: int) -> Sent:
         source = tensor.view(torch.uint8)
         if source.numel() <= _INLINE_BYTES:
             with self._sending:
                 self._send_bell(_BELL.pack(_INLINE, tag, 0, source.numel()), payload=source.numpy())
-            return
+            return Sent(self, None)
         block = self.take_block(source.numel())
         block.memory[: source.numel()].copy_(source)
-        self.ring(block, source.numel(), tag)
+        sent = self.ring(block, source.numel(), tag)
         self.release(block)
+        return sent
 
     def take_block(self, num_bytes: int) -> Block:
         """A block to write a message into, in use by the writer until `release`."""
@@ -104,11 +116,13 @@ class ShmLink:
         block.num_users = 1
         return block
 
-    def ring(self, block: Block, num_bytes: int, tag: int) -> None:
+    def ring(self, block: Block, num_bytes: int, tag: int) -> Sent:
         """Tells the peer that the block holds a message; it uses the block too from now on."""
         with self._news:
             block.num_users += 1
+            block.num_sent += 1
         self._ring(_DATA, tag, block.number, num_bytes)
+        return Sent(self, block)
 
     def release(self, block: Block) -> None:
         """One user less; without users the block is free for the next message."""
@@ -124,15 +138,19 @@ class ShmLink:
             return self._num_expected[tag]
 
     def take(self, tag: int, number: int) -> tuple[Block | Carried, int]:
-        """That message, as its block and its size in bytes; blocks until it is there.
+        """That message, as its block and its size in bytes; blocks until it is there."""
+        return self.until(lambda: self._arrived.pop((tag, number), None))
+
+    def until(self, found: Callable[[], Found | None]) -> Found:
+        """What `found` gives once the peer has told what it waits for.
 
         Whichever thread finds nobody reading the socket reads it, and hands what it finds to the others: so there is
         no thread that only reads, and a lone waiter is woken by the kernel itself.
         """
         while True:
             with self._news:
-                if (tag, number) in self._arrived:
-                    return self._arrived.pop((tag, number))
+                if (what := found()) is not None:
+                    return what
                 if self._is_being_read:
                     self._news.wait()
                     continue
@@ -265,6 +283,7 @@ class ShmLink:
                 self._num_arrived[tag] += 1
                 self._arrived[tag, self._num_arrived[tag]] = (place, num_bytes)
             elif kind == _FREE:
+                self._own_blocks[number].num_read += 1
                 self.release(self._own_blocks[number])
             else:
                 self._peer_blocks[number] = _map_block(number, num_bytes, rights, self._device)
@@ -306,7 +325,7 @@ class Borrowed:
         self._link.give_back(self._block)
 
 
-class CopiedOut:
+class CopiedOut(Transfer):
     """A message that is copied to its tensor when it is waited for."""
 
     def __init__(self, incoming: Borrowed, tensor: torch.Tensor) -> None:
@@ -328,8 +347,7 @@ class Lent:
         self.tensor = self._block.view(self._num_bytes, dtype)
 
     def send(self, tag: int) -> Transfer:
-        self._link.ring(self._block, self._num_bytes, tag)
-        return Sent()
+        return self._link.ring(self._block, self._num_bytes, tag)
 
     def release(self) -> None:
         self._link.release(self._block)
@@ -344,8 +362,7 @@ class ShmRelay(Relay):
         self._links = links
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        self._links[peer].send(tensor, tag)
-        return Sent()
+        return self._links[peer].send(tensor, tag)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         return CopiedOut(Borrowed(self._links[peer], tag, tensor.numel(), tensor.dtype), tensor)

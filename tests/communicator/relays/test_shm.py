@@ -3,16 +3,19 @@
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hethub.communicator import prepare_by_ranges, reduce_scatter_by_ranges
 from hethub.communicator.relays import shm
 from hethub.communicator.relays.relay import PeerError
 from hethub.communicator.relays.shm import ShmLink, ShmRelay
 from hethub.kernels.device import Device
+from hethub.spec.ranges import Range
 from tests.support.ranks import run_ranks
 
 
@@ -102,6 +105,43 @@ def submit_hundreds_before_the_peer_reads(world):
 
 def test_a_rank_may_run_hundreds_of_broadcasts_ahead():
     assert all(run_ranks(2, submit_hundreds_before_the_peer_reads, islands=[[0], [1]], timeout_seconds=60))
+
+
+def sums_for_a_late_owner(world, ranges):
+    """How many blocks this rank has mapped when it has begun forty sums for ranks that come later, and has had a second for
+    them; that the sums are right."""
+    store = world._context.rendezvous.store
+    tensors = [torch.full((30_000,), float(number + world.rank)) for number in range(40)]
+    works, mapped = [], 0
+    prepare_by_ranges(dist.group.WORLD)
+    if world.rank:
+        store.get("begun")
+    for tensor in tensors:
+        works.append(reduce_scatter_by_ranges(dist.group.WORLD, tensor, ranges))
+    if not world.rank:
+        time.sleep(1.0)
+        mapped = sum("memfd:hethub" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        store.set("begun", "")
+    for work in works:
+        work.wait()
+    mine, total = ranges[world.rank], sum(range(world.size))
+    right = [
+        tensor[mine.start : mine.stop].eq(world.size * number + total).all() for number, tensor in enumerate(tensors)
+    ]
+    return mapped, all(right)
+
+
+@pytest.mark.parametrize(
+    ("islands", "staged"),
+    [([[0, 1, 2]], []), ([[0, 1], [2]], []), ([[0], [1], [2]], []), ([[0], [1], [2]], [0, 1, 2])],
+    ids=["3", "2+1", "1+1+1", "1+1+1, staged"],
+)
+def test_a_rank_that_gets_nothing_of_sums_is_not_far_ahead(islands, staged):
+    """It waits for nobody's part, and had all sums in memory at once; now one for each other rank, or a few in chunks."""
+    ranges = [Range(0, 0), Range(0, 10_000), Range(10_000, 30_000)]
+    found = run_ranks(3, sums_for_a_late_owner, ranges, islands=islands, staged_ranks=staged, timeout_seconds=60)
+    assert all(right for _, right in found)
+    assert found[0][0] <= 8
 
 
 def blocks_made(world):
