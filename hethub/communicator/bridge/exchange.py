@@ -72,16 +72,13 @@ class Exchange:
         sends = [start() for start in starts]
         yield
         held = [*own, *((rank, piece, self._arrived(piece, message)) for rank, piece, message in expected)]
-        with side.clock(Leg.WIRE):
-            wait_for(sends)  # what the wire carries unchanged may be sent from where the total is written
+        with side.clock(Leg.WIRE):  # what the wire carries unchanged may be sent from where the total is written
+            (wait_for if route.expected or route.returned else wait_until_read)(sends)
         starts = [start for total in route.totals for start in self._make(total, held)]
         for *_, message in expected:
             message.release()
         side.release()
         if not route.returns:
-            if not route.expected:
-                with side.clock(Leg.WIRE):
-                    wait_until_read(sends)
             return
         if side.copies:
             yield

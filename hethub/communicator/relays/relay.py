@@ -29,7 +29,7 @@ class Transfer(Protocol):
         """Returns when the tensor may be used again. Raises PeerError on failure or timeout."""
 
     def wait_until_read(self) -> None:
-        """Returns when the peer has the message, and no memory of the relay's holds it. Raises PeerError."""
+        """In place of `wait`: returns when the peer has the message, and no memory of the relay's holds it."""
         self.wait()
 
 

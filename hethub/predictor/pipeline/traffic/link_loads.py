@@ -100,6 +100,18 @@ class LinkLoads:
         return both[fullest], messages.get(fullest, 0.0), fullest
 
 
+_NOTHING = RankWidths(0, 0, 0, 0)  # a rank that holds norms alone
+
+
+class Summed(NamedTuple):
+    """The parts into which the widest of a stage's replicas cuts its matrices; bytes of these that a step's collectives move, by
+    what they do, and of norms, which go with the first part."""
+
+    parts: list[float]
+    moved: dict[Operation, float]
+    norms: dict[Operation, float]
+
+
 class StateTraffic:
     """What collectives over a stage's replicas send in a step."""
 
@@ -110,43 +122,53 @@ class StateTraffic:
         """Bytes of a step's collectives over replicas by the resources that carry them, in one direction."""
         found = defaultdict[Resource, float](float)
         for stage, spec in enumerate(self.state.layout.stages):
-            cuts, moved = self._summed[stage]
-            for position in range(cuts if len(spec.replicas) > 1 else 0):
+            if len(spec.replicas) == 1:
+                continue
+            own = self._summed[stage]
+            for position, part in enumerate(own.parts):
                 group = self.state.replica_group(stage, position)
-                for operation, num_bytes in moved.items():
+                for operation, moved in own.moved.items():
+                    num_bytes = part * moved + own.norms[operation] * (position == 0)
                     for resource, carried in self.state.network.ring_bytes(group, num_bytes, operation).items():
                         found[resource] += carried
         return found
 
     def of_leader(self, stage: int, replica: int, own: Resource) -> float:
         """Bytes of a step's collectives over replicas by a leader's own staging or port, in its direction."""
-        spec, (cuts, moved) = self.state.layout.stages[stage], self._summed[stage]
+        spec, summed, state = self.state.layout.stages[stage], self._summed[stage], self.state
         if len(spec.replicas) == 1:
             return 0.0
         leader = spec.replicas[replica]
-        groups = [self.state.replica_group(stage, position) for position in range(-(-cuts // leader.tp))]
-        (alone,) = rank_widths(self.state.model, 1)
-        widths = replica_widths(self.state.model, leader, self.state.software)[0]
-        held, whole = (self.state.count(each, self.state.whole[stage]).own for each in (widths, alone))
-        return (held / whole * cuts / len(groups)) * sum(  # it may hold more or less than these cuts
-            self.state.network.rank_bytes(group, leader.ranks[0], own, num_bytes, operation)
-            for group in groups
-            for operation, num_bytes in moved.items()
-        )
+        parts = summed.parts[: -(-len(summed.parts) // leader.tp)]
+        widths, (alone,) = replica_widths(state.model, leader, state.software)[0], rank_widths(state.model, 1)
+        norms, held, whole = (state.count(each, state.whole[stage]).own for each in (_NOTHING, widths, alone))
+        more = (held - norms) / (whole - norms) / sum(parts)  # than these parts: uneven shares hold others
+        return sum(
+            state.network.rank_bytes(
+                state.replica_group(stage, position), leader.ranks[0], own,
+                more * part * moved + summed.norms[operation] * (position == 0), operation,
+            )
+            for position, part in enumerate(parts)
+            for operation, moved in summed.moved.items()
+        )  # fmt: skip
 
     @cached_property
-    def _summed(self) -> list[tuple[int, dict[Operation, float]]]:
-        """By stage, into how many parts replicas cut its parameters at most, and a part's bytes in a step's collectives by
-        what these do."""
+    def _summed(self) -> list[Summed]:
+        """By stage, what its replicas sum and gather."""
         (alone,), found = rank_widths(self.state.model, 1), []
         for stage, spec in enumerate(self.state.layout.stages):
-            cuts = max(replica.tp for replica in spec.replicas)
+            widest = max(spec.replicas, key=lambda replica: replica.tp)
             repeated = self._repeated(stage) / max(1, len(spec.replicas) - 1)
-            parameters = self.state.count(alone, self.state.whole[stage]).own + repeated
-            moved = {name: parameters * each / cuts for name, each in self._bytes_a_step(stage).items()}
+            norms, whole = (self.state.count(each, self.state.whole[stage]).own for each in (_NOTHING, alone))
+            held = [
+                self.state.count(widths, self.state.whole[stage]).own - norms
+                for widths in replica_widths(self.state.model, widest, self.state.software)
+            ] * self.state.software.context_parallel
+            moved = {name: (whole - norms + repeated) * each for name, each in self._bytes_a_step(stage).items()}
             if "all_gather" in moved:
-                moved["all_gather"] -= self.state.width * self._not_gathered_again(stage, alone) / cuts
-            found.append((cuts, moved))
+                moved["all_gather"] -= self.state.width * self._not_gathered_again(stage, alone)
+            once = {name: norms * each for name, each in self._bytes_a_step(stage, once=True).items()}
+            found.append(Summed([each / sum(held) for each in held], moved, once))
         return found
 
     def _repeated(self, stage: int) -> int:
@@ -158,15 +180,15 @@ class StateTraffic:
             return 0
         return 2 * model.hidden * model.num_kv_heads * model.head_size * spec.num_layers
 
-    def _bytes_a_step(self, stage: int) -> dict[Operation, int]:
-        """Bytes that collectives over replicas move of every parameter in a step."""
+    def _bytes_a_step(self, stage: int, *, once: bool = False) -> dict[Operation, int]:
+        """Bytes that collectives over replicas move of every parameter in a step; `once`, of what does not come and go."""
         level, wire = self.state.level(stage), self.state.gradient_wire_bytes
         if level == 0:
             return {"all_reduce": 2 * wire}
         rounds = self.state.layout.loads[stage][0].num_microbatches if self.state.in_rounds(stage) else 1
         return {
-            "reduce_scatter": wire * (rounds if level > 1 else 1),
-            "all_gather": self.state.width * (2 * rounds if level == 3 else 1),
+            "reduce_scatter": wire * (rounds if level > 1 and not once else 1),
+            "all_gather": self.state.width * (2 * rounds if level == 3 and not once else 1),
         }
 
     def _not_gathered_again(self, stage: int, alone: RankWidths) -> float:
