@@ -280,7 +280,7 @@ class StageTimes:
     def _deferred_wgrad(self, stages: Sequence[Placed]) -> np.ndarray:
         """[stage]: seconds of a layer's backward that the microbatch above does not wait for."""
         found = [
-            min([self.costs.deferred_wgrad(*own[:3], placed.stage.recompute) for own in placed.stage.groups])
+            min([self.costs.deferred_wgrad(*own[:3]) for own in placed.stage.groups])
             if placed.pattern.schedule == "zero_bubble"
             else 0.0
             for placed in stages

@@ -194,9 +194,11 @@ class PlanCosts:
         """Forward and backward compute seconds of a microbatch on one rank, and the part of backward that is put
         off."""
         cost, stage_spec = self.layer_cost(rank), self.layout.stages[stage]
-        layer = cost.layer(samples, self.state.tensor_parallel(spec), stage_spec.recompute, fraction)
+        tp = self.state.tensor_parallel(spec)
+        layer = cost.layer(samples, tp, stage_spec.recompute, fraction)
         forward, backward = layer.forward * portion.layers, layer.backward * portion.layers
-        weight = backward * cost.weight_share(samples, fraction) if self.plan.schedule == "zero_bubble" else 0.0
+        late = cost.weight_seconds(samples, tp, fraction) if self.plan.schedule == "zero_bubble" else 0.0
+        weight = portion.layers * late
         if portion.first:
             embedding = cost.embedding(samples)
             forward, backward = forward + embedding.forward, backward + embedding.backward
