@@ -285,19 +285,17 @@ class PlanCosts:
         return found
 
     def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
-        """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next: the leaders' way,
-        shared by all replicas that send or receive there, then inside the target."""
+        """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next, or back, the slower of both:
+        the leaders' way, shared by all replicas that send or receive there, then inside who receives."""
         below = stage + 1 if below is None else below
-        receiver = self.layout.replica(below, target)
+        sender, receiver = self.layout.replica(stage, source), self.layout.replica(below, target)
         num_bytes = self._activation_bytes(samples)
-        if self.software.spread_boundaries and self.layout.replica(stage, source).tp == receiver.tp > 1:
+        if self.software.spread_boundaries and sender.tp == receiver.tp > 1:
             # Every rank sends its part to its peer and the receivers gather (Megatron's scatter and gather).
             seconds = self._way(stage, source, below, target, receiver.tp).seconds(num_bytes / receiver.tp)
             return seconds + self.network.all_gather(self.network.group(receiver.ranks), num_bytes)
-        seconds = self._way(stage, source, below, target).seconds(num_bytes)
-        if receiver.tp > 1:
-            seconds += self.network.broadcast(receiver.ranks).seconds(num_bytes)
-        return seconds
+        told = [self.network.broadcast(end.ranks).seconds(num_bytes) for end in (sender, receiver) if end.tp > 1]
+        return self._way(stage, source, below, target).seconds(num_bytes) + max(told, default=0.0)
 
     def _way(self, stage: int, source: int, below: int, target: int, spread: int = 1) -> Link:
         """From leader to leader and back, the slower of both: what others use too is shared with all leaders of the
