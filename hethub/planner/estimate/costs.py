@@ -107,10 +107,9 @@ class UnitCosts:
         return found._replace(once=found.once - communicator_bytes(2, on_cpu=on_cpu))
 
     @memoized
-    def deferred_wgrad(self, device_type: int, tp: int, samples: int, recompute: Recompute) -> float:
+    def deferred_wgrad(self, device_type: int, tp: int, samples: int) -> float:
         """Seconds of a layer's backward that zero_bubble puts off: its weights' gradients."""
-        cost = self.layer_costs[device_type]
-        return cost.layer(samples, tp, recompute).backward * cost.weight_share(samples, 1 / tp)
+        return self.layer_costs[device_type].weight_seconds(samples, tp, 1 / tp)
 
     @memoized
     def all_reduce(self, device_type: int, tp: int, num_bytes: float) -> float:

@@ -55,6 +55,6 @@ class P2pCosts:
         num_bytes = tokens * self.problem.model.hidden * self.costs.width
         network = self.costs.network
         seconds = network.link(source, target, sharing).seconds(num_bytes)
-        if tp > 1:
-            seconds += network.broadcast(two[0][:tp]).seconds(num_bytes)
-        return seconds
+        ends = ((one, sender.tp), (two, tp))
+        told = [network.broadcast(at[0][:width]).seconds(num_bytes) for at, width in ends if width > 1]
+        return seconds + max(told, default=0.0)

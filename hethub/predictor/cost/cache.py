@@ -36,7 +36,7 @@ class SharedLayerCost(LayerCost):
 
     embedding = memoized(LayerCost.embedding)
     head = memoized(LayerCost.head)
-    weight_share = memoized(LayerCost.weight_share)
+    weight_seconds = memoized(LayerCost.weight_seconds)
     best_layer_samples_per_second = memoized(LayerCost.best_layer_samples_per_second)
 
 

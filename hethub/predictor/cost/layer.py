@@ -194,12 +194,14 @@ class LayerCost:
         asked = (self.model, shape, self.precision, self.software)
         return self.device.seconds(attention_work(*asked)) / self.device.seconds(layer_work(*asked)[0])
 
-    def weight_share(self, samples: float, share: float) -> float:
-        """The part of a layer's backward that is its weights' gradients, which zero_bubble puts off."""
+    def weight_seconds(self, samples: float, tp: int, share: float) -> float:
+        """Of a layer's backward the seconds of its weights' gradients, which zero_bubble puts off: of the backward alone,
+        for what is computed again comes before it."""
         shape = Shape(samples, self.seq_len, share)
         whole = layer_work(self.model, shape, self.precision, self.software)[1]
         weights = weight_work(self.model, shape, self.precision, self.software)
-        return self.device.seconds(weights, backward=True) / self.device.seconds(whole, backward=True)
+        part = self.device.seconds(weights, backward=True) / self.device.seconds(whole, backward=True)
+        return self.layer(samples, tp, share=share).backward * part
 
     def sums_beside_weights(self, samples: float, tp: int, share: float, once: float, cost: float) -> float:
         """Seconds that a layer's two sums over ranks, `once` each, add to its backward: what the gradients of the weights

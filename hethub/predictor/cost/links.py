@@ -210,10 +210,11 @@ class Network:
 
     @memoized
     def broadcast(self, ranks: tuple[int, ...]) -> Link:
-        """The way from a replica's first rank to its others: along a ring, which takes all links between them."""
+        """The way from a replica's first rank to its others: along a ring, which takes all links between them; over machines
+        it is as slow as the slowest."""
         first, node, group = self.link(ranks[0], ranks[1]), self.places[ranks[0]].node, self.group(ranks)
         if len(group.machines) > 1:
-            return first
+            return Link(*map(max, zip(*(self.link(ranks[0], other) for other in ranks[1:]), strict=True)))
         pair, ring = self._in_node(node, 2, self.joined(ranks[:2])), self._in_node(node, group.size, group.joined)
         return first._replace(seconds_per_byte=first.seconds_per_byte * pair / ring)
 

@@ -15,7 +15,7 @@ from hethub.predictor.cost.resources import IN, Link
 from hethub.predictor.cost.software import Software, element_bytes
 from hethub.predictor.memory.activations import kept_of_layer, kept_per_sample
 from hethub.predictor.memory.parameters import replica_widths
-from hethub.predictor.memory.state import optimizer_bytes
+from hethub.predictor.memory.state import update_copies
 from hethub.predictor.pipeline.overlap import exposed
 from hethub.predictor.pipeline.parts import MicrobatchCost, Parts
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
@@ -194,9 +194,11 @@ class PlanCosts:
         """Forward and backward compute seconds of a microbatch on one rank, and the part of backward that is put
         off."""
         cost, stage_spec = self.layer_cost(rank), self.layout.stages[stage]
-        layer = cost.layer(samples, self.state.tensor_parallel(spec), stage_spec.recompute, fraction)
+        tp = self.state.tensor_parallel(spec)
+        layer = cost.layer(samples, tp, stage_spec.recompute, fraction)
         forward, backward = layer.forward * portion.layers, layer.backward * portion.layers
-        weight = backward * cost.weight_share(samples, fraction) if self.plan.schedule == "zero_bubble" else 0.0
+        late = cost.weight_seconds(samples, tp, fraction) if self.plan.schedule == "zero_bubble" else 0.0
+        weight = portion.layers * late
         if portion.first:
             embedding = cost.embedding(samples)
             forward, backward = forward + embedding.forward, backward + embedding.backward
@@ -272,30 +274,29 @@ class PlanCosts:
         key = (self.replica_key(stage, replica), portion, shared)
         found = self._optimizers.get(key)
         if found is None:
-            each = [self.state.owned(stage, spec, rank, portion) for rank in (spec.ranks if shared else spec.ranks[:1])]
-            owned = list(zip(spec.ranks, each if shared else each * len(spec.ranks), strict=True))
-            found = max(self.layer_cost(rank).optimizer(own) for rank, own in owned)
-            if "optimizer" in stage_spec.offload:  # one bucket fetched while the one before is stored, beside the step
-                passing, places = self.state.host_passing_seconds_per_byte, self.layout.cluster.places
-                moved = [own * optimizer_bytes(self.width) * passing(places[rank]) for rank, own in owned]
-                found = max(found, *moved)
-            self._optimizers[key] = found
+            found = self._optimizers[key] = max(self._update_seconds(stage, spec, rank, portion) for rank in spec.ranks)
         return found
 
+    def _update_seconds(self, stage: int, spec: ReplicaSpec, rank: int, portion: Portion | None) -> float:
+        """The same of one rank. Of what is offloaded one bucket is fetched while the one before is stored, beside the step."""
+        own, place = self.state.owned(stage, spec, rank, portion), self.layout.cluster.places[rank]
+        copies = update_copies(self.width, self.layout.stages[stage].offload)
+        passing = copies.fetched * self.state.host_passing_seconds_per_byte(place)
+        left = (copies.stored - copies.fetched) * self.state.host_seconds_per_byte(place)
+        return max(self.layer_cost(rank).optimizer(own), own * (passing + left))
+
     def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
-        """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next: the leaders' way,
-        shared by all replicas that send or receive there, then inside the target."""
+        """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next, or back, the slower of both:
+        the leaders' way, shared by all replicas that send or receive there, then inside who receives."""
         below = stage + 1 if below is None else below
-        receiver = self.layout.replica(below, target)
+        sender, receiver = self.layout.replica(stage, source), self.layout.replica(below, target)
         num_bytes = self._activation_bytes(samples)
-        if self.software.spread_boundaries and self.layout.replica(stage, source).tp == receiver.tp > 1:
+        if self.software.spread_boundaries and sender.tp == receiver.tp > 1:
             # Every rank sends its part to its peer and the receivers gather (Megatron's scatter and gather).
             seconds = self._way(stage, source, below, target, receiver.tp).seconds(num_bytes / receiver.tp)
             return seconds + self.network.all_gather(self.network.group(receiver.ranks), num_bytes)
-        seconds = self._way(stage, source, below, target).seconds(num_bytes)
-        if receiver.tp > 1:
-            seconds += self.network.broadcast(receiver.ranks).seconds(num_bytes)
-        return seconds
+        told = [self.network.broadcast(end.ranks).seconds(num_bytes) for end in (sender, receiver) if end.tp > 1]
+        return self._way(stage, source, below, target).seconds(num_bytes) + max(told, default=0.0)
 
     def _way(self, stage: int, source: int, below: int, target: int, spread: int = 1) -> Link:
         """From leader to leader and back, the slower of both: what others use too is shared with all leaders of the

@@ -329,19 +329,20 @@ class StateCosts:
         level, offloaded = self.level(stage), "parameters" in self.layout.stages[stage].offload
         found = self._by_layer(stage, portion, self.width) if level == 3 else [0.0] * portion.layers
         if offloaded:
-            shards = len(self.layout.stages[stage].replicas) if level == 3 else 1
-            fetched = self._each_layer(portion, lambda of: self._copied(stage, of, self.width / shards))
+            fetched = self._each_layer(portion, lambda of: self._copied(stage, of, self.width, alone=level == 3))
             found = [a + b for a, b in zip(found, fetched, strict=True)]
         return found
 
-    def _copied(self, stage: int, portion: Portion | None, bytes_per_parameter: float) -> float:
-        """Seconds to copy a portion's state between host and accelerator, on the rank where it takes longest."""
-        stage_spec, places = self.layout.stages[stage], self.layout.cluster.places
-        return max(
+    def _copied(self, stage: int, portion: Portion | None, each_bytes: int, *, alone: bool = False) -> float:
+        """Seconds to copy a portion's state between host and accelerator, or of it what a rank has `alone`, on the rank where
+        it takes longest."""
+        own, places = self.layout.stages[stage], self.layout.cluster.places
+        shares = own.every_state_share or dict.fromkeys(own.ranks, 1 / len(own.ranks))
+        return each_bytes * max(
             self.rank_parameters(stage, replica, portion)
-            * bytes_per_parameter
+            * (shares[rank] * replica.tp if alone else 1)
             * self.host_seconds_per_byte(places[rank])
-            for replica in stage_spec.replicas
+            for replica in own.replicas
             for rank in replica.ranks
         )
 

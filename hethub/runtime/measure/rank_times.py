@@ -35,7 +35,7 @@ class RankTimes:
         """Seconds of an action in a layer of the stage, counted in model order; embedding and head count with the
         model's ends."""
         own = self._cost.layer(samples, self._tp, self._recompute, self._fraction)
-        deferred_wgrad = own.backward * self._cost.weight_share(samples, self._fraction) if self._defers_wgrad else 0.0
+        deferred_wgrad = self._cost.weight_seconds(samples, self._tp, self._fraction) if self._defers_wgrad else 0.0
         if kind not in (Kind.FORWARD, Kind.BACKWARD):
             return self._slowdown * deferred_wgrad
         passes = [PassSeconds(own.forward, own.backward - deferred_wgrad)]

@@ -77,7 +77,13 @@ def test_a_replica_is_told_over_all_its_links() -> None:
     assert seconds == pytest.approx(network.link(0, 1).seconds(BYTES) / 7, rel=0.01)
     rehearsed = ClusterNetwork(on).collective("broadcast", ranks, int(BYTES))
     assert rehearsed.hold_seconds == pytest.approx(seconds, rel=0.01)
-    assert network.broadcast(range(6, 10)) == network.link(6, 7)
+
+
+def test_a_replica_over_machines_is_told_over_their_cards() -> None:
+    """It took as long as its first two ranks' way, 450 GB/s."""
+    seconds = Network(cluster("H100-SXM5-80GB")).broadcast(range(6, 10)).seconds(BYTES)
+    card = 400e9 / 8 * packaged().links["between_nodes_fraction"]
+    assert seconds == pytest.approx(BYTES / card, rel=0.01)
 
 
 def test_slow_links_of_a_scenario_slow_pairs_too() -> None:

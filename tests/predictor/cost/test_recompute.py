@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.layer import LayerCost
-from hethub.predictor.cost.operators import Shape, beside_sums, layer_work
+from hethub.predictor.cost.operators import Shape, beside_sums, layer_work, weight_work
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.memory.parameters import RankParameters, rank_widths
+from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.spec.accelerator import find_accelerator
-from tests.predictor.plans import LLAMA_8B
+from hethub.spec.layout.bind import bind
+from hethub.spec.plan import Recompute
+from tests.predictor.plans import LLAMA_8B, cluster, under, uniform
 
 
 @pytest.mark.parametrize("accelerator", ["H100-SXM5-80GB", "MI300X"])
@@ -23,6 +27,20 @@ def test_selective_recompute_takes_attentions_own_time(accelerator: str) -> None
     kernel = fit.scale * (flops / (fit.attention * cost.device.attention_peak) + fit.kernel_seconds)
     assert again == pytest.approx(kernel, rel=1e-3)
     assert full.backward - plain.backward == pytest.approx(plain.forward)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_what_runs_again_is_not_put_off(recompute: Recompute) -> None:
+    """A part of it was, beside a layer's gradients of weights, which take what their products do."""
+    on = cluster(("H100-SXM5-80GB", 1, 2))
+    layout = uniform(LLAMA_8B, on, tp=1, pp=2, micro_batch=1, batch=8, seq=8192, recompute=recompute)
+    costs = PlanCosts(bind(under("zero_bubble", layout.plan), LLAMA_8B, on), HETHUB, packaged())
+    cost, found = costs.layer_cost(1), costs.microbatch(1, 0, 1)
+    products = cost.device.seconds(weight_work(LLAMA_8B, Shape(1, 8192, 1.0), "bf16", cost.software), backward=True)
+    assert found.weight.compute == pytest.approx(16 * products)
+    assert found.backward.compute == pytest.approx(
+        16 * (cost.layer(1, 1, recompute).backward - products) + cost.head(1).backward
+    )
 
 
 def test_fused_attentions_backward_is_five_products_for_the_forwards_two() -> None:

@@ -25,19 +25,22 @@ def test_new_weights_pass_the_accelerator_only_where_others_stepped_them(replica
     assert (gather_seconds("parameters") > gather_seconds()) == sends
 
 
-@pytest.mark.parametrize(("zero", "parts"), [(1, 1), (3, 4)])
-def test_a_rank_fetches_what_its_host_has(zero: int, parts: int) -> None:
-    """All of a layer's weights; under ZeRO-3 its own part, which is gathered then. Under `layered` once for all microbatches:
+@pytest.mark.parametrize(("zero", "shares", "part"), [(1, {}, 1.0), (3, {}, 1 / 4), (3, {2: 0.7}, 0.7)])
+def test_a_rank_fetches_what_its_host_has(zero: int, shares: dict[int, float], part: float) -> None:
+    """All of a layer's weights; under ZeRO-3 its own part, which is gathered then: uneven shares were priced as even ones.
+    Under `layered` once for all microbatches:
     beside a pass they only slow it."""
     on, model, samples = cluster(("A100-SXM4-80GB", 1, 4)), LLAMA_8B.replace(layers=4), 64
-    plan = uniform(model, on, tp=1, pp=1, micro_batch=1, batch=4 * samples, seq=4096, zero=zero).plan
+    plan = uniform(
+        model, on, tp=1, pp=1, micro_batch=1, batch=4 * samples, seq=4096, zero=zero, state_shares=shares
+    ).plan
     offloaded = plan.replace(stages=tuple(stage.replace(offload=("parameters",)) for stage in plan.stages))
     there, away = (
         PlanCosts(Layout(own.replace(schedule="layered"), model, on), HETHUB, packaged()) for own in (plan, offloaded)
     )
     layer = there.state.portions[0][1]
     gathered, brought = (sum(costs.state.gather_seconds(0, layer)) for costs in (there, away))
-    copied = 2 * model.layer_parameters / parts * there.state.host_seconds_per_byte(on.places[0])
+    copied = 2 * model.layer_parameters * part * there.state.host_seconds_per_byte(on.places[0])
     assert brought - gathered == pytest.approx(copied)
     slowed = packaged().links["overlap_cost"] * brought / samples
     assert away.microbatch(0, 0, 1, layer).forward.dp == pytest.approx(slowed)

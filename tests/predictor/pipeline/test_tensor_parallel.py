@@ -2,7 +2,9 @@
 
 import pytest
 
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
 from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.transfers import P2pCosts
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from hethub.predictor.cost.constants import packaged
@@ -105,3 +107,23 @@ def test_sums_over_machines_take_what_their_own_cards_carry() -> None:
     costs = PlanCosts(layout, HETHUB, packaged())
     over_slow, over_fast = (costs.microbatch(0, replica, 1).forward.tp for replica in range(2))
     assert over_slow > 50 * over_fast
+
+
+@pytest.mark.parametrize("wide", [0, 1])
+def test_a_boundary_tells_the_replica_above_gradients(wide: int) -> None:
+    """As it tells the one below activations: that was all that was priced. Either way takes what the slower one does."""
+    on = cluster(("L4", 1, 4 - 3 * wide), ("A10G", 1, 1 + 3 * wide))
+    ranks = [(0, 1, 2, 3), (4,)] if wide == 0 else [(0,), (1, 2, 3, 4)]
+    layout = uniform(LLAMA_8B, cluster(("L4", 1, 2)), tp=1, pp=2, micro_batch=1, batch=2, seq=4096)
+    stages = [
+        stage.replace(replicas=(stage.replicas[0].replace(ranks=own),))
+        for stage, own in zip(layout.plan.stages, ranks, strict=True)
+    ]
+    costs = PlanCosts(Layout(layout.plan.replace(stages=stages), LLAMA_8B, on), HETHUB, packaged())
+    num_bytes, network = 4096 * LLAMA_8B.hidden * 2, costs.network
+    over, told = network.link(ranks[0][0], ranks[1][0]), network.broadcast(ranks[wide])
+    assert costs.boundary(0, 0, 0, 1) == pytest.approx(over.seconds(num_bytes) + told.seconds(num_bytes))
+    problem = pose(LLAMA_8B, on, Batch(2, 4096, "bf16"))
+    type_of = {machine: index for index, each in enumerate(problem.device_types) for machine in each.machines}
+    candidate = Candidate(tuple(CandidateStage(16, (ReplicaGroup(type_of[own], len(own), 1, 1),)) for own in ranks))
+    assert P2pCosts(problem, UnitCosts(problem)).of(candidate) == [pytest.approx(costs.boundary(0, 0, 0, 1))]
