@@ -71,7 +71,7 @@ def resident(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Resident:
         host_weights,
         host_optimizer,
         _joined_bytes(shard, assignment),
-        _block_bytes(shard, assignment.rank) if on_cpu else 0.0,
+        _block_bytes(shard) if on_cpu else 0.0,
     )
 
 
@@ -84,20 +84,18 @@ def _joined_bytes(shard: Shard, assignment: Assignment) -> float:
     return gradient_bytes(shard.width) * shard.joined(assignment.replica) * matrices
 
 
-def _block_bytes(shard: Shard, rank: int) -> float:
+def _block_bytes(shard: Shard) -> float:
     """Blocks of memory in which replicas exchange parts of two buckets, one read while the next is written
-    (hethub.communicator.relays.shm). Two ranks map each, so half of it counts: of those on the way to owners, what a rank
-    sends and what it gets of its own part. The same blocks serve the way back, unless owners' parts are unlike.
+    (hethub.communicator.relays.shm). Two ranks map each, so half of it counts: with equal parts, all of a bucket but the
+    rank's own.
 
-    Groups that share no state take the vendor's all-reduce, in place. A tied head's ends share theirs in any case: one
-    bucket, all of which but a rank's own part goes to others.
+    Groups that share no state take the vendor's all-reduce, in place. A tied head's ends share theirs in any case, as one
+    bucket.
     """
     sharing = sum(len(shard.layout.stages[end].replicas) for end in (0, -1))
-    elements, spec = shard.parameters.held.apart * (1 - 1 / sharing), shard.spec
-    if spec.zero and (others := len(spec.replicas) - 1):
-        equal = 1 / len(spec.ranks)
-        own = min(1.0, spec.every_state_share.get(rank, equal) / equal / (others + 1))  # of what its group shares
-        elements += shard.bucket_elements * (1 - own + others * own) / (1 if spec.state_shares else 2)
+    elements, replicas = shard.parameters.held.apart * (1 - 1 / sharing), len(shard.spec.replicas)
+    if shard.spec.zero:
+        elements += shard.bucket_elements * (1 - 1 / replicas)
     return gradient_bytes(shard.width) * elements
 
 

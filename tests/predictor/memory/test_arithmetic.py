@@ -202,14 +202,6 @@ def test_replicas_that_share_state_exchange_two_neighbouring_buckets() -> None:
     assert blocks(layered) == pytest.approx(sent * (MATRICES + TABLE))
 
 
-def test_blocks_of_unlike_parts_serve_one_way_only() -> None:
-    """Of three ranks one owns nothing and the others a quarter and three: it sends all of two buckets and gets as much; the
-    owner of most sends a quarter of them and gets three quarters from both, and the other way round later."""
-    layout = cut([[1], [1], [1]], 1, state_shares={0: 0.0, 1: 0.25})
-    whole = 4 * (6 * MATRICES + 2 * TABLE)
-    assert [each.block_bytes for each in residents(layout)] == pytest.approx([whole, whole * 1.25, whole * 1.75])
-
-
 def test_blocks_hold_a_ranks_part_of_full_buckets() -> None:
     """Buckets of 4 Mi elements and a matrix: a rank of two tensor-parallel ones has half of each."""
     whole, half = (residents(even(LARGE, pp=1, dp=2, tp=tp, zero=1))[0].block_bytes for tp in (1, 2))
