@@ -1,6 +1,7 @@
 """One rank's part of a program: it runs the step's operators on the rank's pieces and moves what others need."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -230,15 +231,14 @@ class Step:
         self.peak_bytes = max(self.peak_bytes or 0, sum(alive.values()) + moments)
 
     def _add(self, gradients: dict[str, torch.Tensor]) -> None:
-        taken: dict[
-            int, list[range]
-        ] = {}  # by storage, the addresses that are gradients by now; some are parts of others
+        # By storage, the addresses that are gradients by now: some gradients are parts of others.
+        taken = defaultdict[int, list[range]](list)
         for name, shard in self._shards.items():
             if name not in gradients:
                 continue
             own = gradients[name]
             place = range(own.data_ptr(), own.data_ptr() + own.nbytes)
-            others = taken.setdefault(own.untyped_storage().data_ptr(), [])
+            others = taken[own.untyped_storage().data_ptr()]
             if not own.is_contiguous() or any(place.start < o.stop and o.start < place.stop for o in others):
                 own = own.clone(memory_format=torch.contiguous_format)
             else:

@@ -55,8 +55,8 @@ def resident(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Resident:
     state = owned * (optimizer_bytes(width) - width * software.master_remainders)
     if "optimizer" in stage.offload:
         host_optimizer, state = state, 0.0
-    update = float(update_copies(width, stage.offload).fetched)
-    update = update and update * shard.brought_at_once(owned)
+    fetched = update_copies(width, stage.offload).fetched
+    update = fetched * shard.brought_at_once(owned) if fetched else 0.0
     if offloaded and level < 3:
         update = max(update, width * max(held.units) * (1 + shard.joined(assignment.replica)))
     # Other frameworks' buffers are in what was fitted on them.

@@ -107,6 +107,11 @@ def test_a_rank_may_run_hundreds_of_broadcasts_ahead():
     assert all(run_ranks(2, submit_hundreds_before_the_peer_reads, islands=[[0], [1]], timeout_seconds=60))
 
 
+def mapped_blocks():
+    """Blocks of shared memory that this process has, its own and its peers'."""
+    return sum("memfd:hethub" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
 def sums_for_a_late_owner(world, ranges):
     """How many blocks this rank has mapped when it has begun forty sums for ranks that come later, and has had a second for
     them; that the sums are right."""
@@ -120,7 +125,7 @@ def sums_for_a_late_owner(world, ranges):
         works.append(reduce_scatter_by_ranges(dist.group.WORLD, tensor, ranges))
     if not world.rank:
         time.sleep(1.0)
-        mapped = sum("memfd:hethub" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        mapped = mapped_blocks()
         store.set("begun", "")
     for work in works:
         work.wait()
@@ -158,7 +163,7 @@ def blocks_made(world):
             world.send(part, after).wait()
             arrival.wait()
             world.barrier()
-        found.append(sum("memfd:hethub" in line for line in Path("/proc/self/maps").read_text().splitlines()))
+        found.append(mapped_blocks())
     return found[0], found[1] - found[0]
 
 

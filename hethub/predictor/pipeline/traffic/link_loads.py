@@ -141,8 +141,8 @@ class StateTraffic:
         leader = spec.replicas[replica]
         parts = summed.parts[: -(-len(summed.parts) // leader.tp)]
         widths, (alone,) = replica_widths(state.model, leader, state.software)[0], rank_widths(state.model, 1)
-        norms, held, whole = (state.count(each, state.whole[stage]).own for each in (_NOTHING, widths, alone))
-        more = (held - norms) / (whole - norms) / sum(parts)  # than these parts: uneven shares hold others
+        held, whole = (self._matrices(stage, each) for each in (widths, alone))
+        more = held / whole / sum(parts)  # than these parts: uneven shares hold others
         return sum(
             state.network.rank_bytes(
                 state.replica_group(stage, position), leader.ranks[0], own,
@@ -159,17 +159,24 @@ class StateTraffic:
         for stage, spec in enumerate(self.state.layout.stages):
             widest = max(spec.replicas, key=lambda replica: replica.tp)
             repeated = self._repeated(stage) / max(1, len(spec.replicas) - 1)
-            norms, whole = (self.state.count(each, self.state.whole[stage]).own for each in (_NOTHING, alone))
-            held = [
-                self.state.count(widths, self.state.whole[stage]).own - norms
-                for widths in replica_widths(self.state.model, widest, self.state.software)
-            ] * self.state.software.context_parallel
-            moved = {name: (whole - norms + repeated) * each for name, each in self._bytes_a_step(stage).items()}
+            each_rank = replica_widths(self.state.model, widest, self.state.software)
+            held = [self._matrices(stage, widths) for widths in each_rank] * self.state.software.context_parallel
+            matrices = self._matrices(stage, alone) + repeated
+            moved = {name: matrices * each for name, each in self._bytes_a_step(stage).items()}
             if "all_gather" in moved:
                 moved["all_gather"] -= self.state.width * self._not_gathered_again(stage, alone)
+            norms = self._held(stage, _NOTHING)
             once = {name: norms * each for name, each in self._bytes_a_step(stage, once=True).items()}
             found.append(Summed([each / sum(held) for each in held], moved, once))
         return found
+
+    def _held(self, stage: int, widths: RankWidths) -> float:
+        """Parameters of the stage on a rank of these widths, but for a table that its other end has too."""
+        return self.state.count(widths, self.state.whole[stage]).own
+
+    def _matrices(self, stage: int, widths: RankWidths) -> float:
+        """The same without norms."""
+        return self._held(stage, widths) - self._held(stage, _NOTHING)
 
     def _repeated(self, stage: int) -> int:
         """Parameters of keys and values where ranks of a replica hold the same heads: their rings have more ranks than
