@@ -20,7 +20,7 @@ from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.groups import Group, Operation
 from hethub.predictor.cost.node_links import host_gbytes_per_second
-from hethub.predictor.memory.state import optimizer_bytes, update_copies
+from hethub.predictor.memory.state import optimizer_bytes
 from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
 from hethub.spec.plan import Offload, Recompute
 
@@ -315,9 +315,8 @@ class StageTimes:
             part = narrowest / np.where(own.device_types == device_type, own.tp, np.inf).min(axis=1)
             seconds = cost.optimizer(owned * np.where(own.zero == 0, part, 1.0))
             slowest = np.where(part > 0, np.maximum(slowest, seconds), slowest)
-        passing, alone = (way[own.device_types].max(axis=1) for way in (self._host_both_ways, self._host_one_way))
-        fetched, stored = np.array([update_copies(self.costs.width, at.stage.offload) for at in own.stages]).T
-        return np.maximum(slowest, owned * (fetched * passing + (stored - fetched) * alone))
+        fetched = owned * optimizer_bytes(self.costs.width) * self._host_both_ways[own.device_types].max(axis=1)
+        return np.where(_offloads(own, "optimizer"), np.maximum(slowest, fetched), slowest)
 
     def _group(self, sorts: Sequence[tuple[int, int, int]]) -> Group:
         """Where one rank of every replica is, as if they were the first to be assigned."""

@@ -4,14 +4,12 @@ A unit is what moves together where a rank does not hold all of its stage: a lay
 first layer and the head in the last (hethub.spec.layout.state). Norms always stay.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from hethub.predictor.cost.software import Software, gradient_bytes
 from hethub.predictor.memory.parameters import Held, stepped
 from hethub.predictor.memory.shards import Shard
 from hethub.spec.layout.bind import Assignment, Layout
-from hethub.spec.plan import Offload
 
 
 class Moves(NamedTuple):
@@ -52,11 +50,12 @@ def resident(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Resident:
         weights, host_weights = stay, width * (kept if level == 3 else sum(held.units) + held.tied)
     elif level == 3:
         weights = kept + stay
-    state = owned * (optimizer_bytes(width) - width * software.master_remainders)
+    state, brought = owned * (optimizer_bytes(width) - width * software.master_remainders), 0.0
     if "optimizer" in stage.offload:
-        host_optimizer, state = state, 0.0
-    fetched = update_copies(width, stage.offload).fetched
-    update = fetched * shard.brought_at_once(owned) if fetched else 0.0
+        host_optimizer, state, brought = state, 0.0, float(optimizer_bytes(width))
+    if offloaded and not master_bytes(width):
+        brought += width
+    update = brought and brought * shard.brought_at_once(owned)
     if offloaded and level < 3:
         update = max(update, width * max(held.units) * (1 + shard.joined(assignment.replica)))
     # Other frameworks' buffers are in what was fitted on them.
@@ -113,17 +112,3 @@ def master_bytes(width: int) -> int:
 def optimizer_bytes(width: int) -> int:
     """Bytes of optimizer state per parameter: both moments, and the master copy."""
     return master_bytes(width) + 2 * gradient_bytes(width)
-
-
-class UpdateCopies(NamedTuple):
-    """Bytes per parameter that its update brings from host memory and takes back."""
-
-    fetched: int
-    stored: int
-
-
-def update_copies(width: int, offload: Sequence[Offload]) -> UpdateCopies:
-    """Those of what is offloaded: all state, and the weight, which comes only where no master is stepped for it
-    (hethub/runtime/state/optimizer.py)."""
-    state, weight = optimizer_bytes(width) * ("optimizer" in offload), width * ("parameters" in offload)
-    return UpdateCopies(state + (0 if master_bytes(width) else weight), state + weight)

@@ -15,7 +15,7 @@ from hethub.predictor.cost.resources import IN, Link
 from hethub.predictor.cost.software import Software, element_bytes
 from hethub.predictor.memory.activations import kept_of_layer, kept_per_sample
 from hethub.predictor.memory.parameters import replica_widths
-from hethub.predictor.memory.state import update_copies
+from hethub.predictor.memory.state import optimizer_bytes
 from hethub.predictor.pipeline.overlap import exposed
 from hethub.predictor.pipeline.parts import MicrobatchCost, Parts
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
@@ -278,12 +278,10 @@ class PlanCosts:
         return found
 
     def _update_seconds(self, stage: int, spec: ReplicaSpec, rank: int, portion: Portion | None) -> float:
-        """The same of one rank. Of what is offloaded one bucket is fetched while the one before is stored, beside the step."""
+        """The same of one rank; offloaded state comes bucket by bucket while the one before is stored, beside the step."""
         own, place = self.state.owned(stage, spec, rank, portion), self.layout.cluster.places[rank]
-        copies = update_copies(self.width, self.layout.stages[stage].offload)
-        passing = copies.fetched * self.state.host_passing_seconds_per_byte(place)
-        left = (copies.stored - copies.fetched) * self.state.host_seconds_per_byte(place)
-        return max(self.layer_cost(rank).optimizer(own), own * (passing + left))
+        moved = optimizer_bytes(self.width) * ("optimizer" in self.layout.stages[stage].offload)
+        return max(self.layer_cost(rank).optimizer(own), own * moved * self.state.host_passing_seconds_per_byte(place))
 
     def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
         """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next, or back, the slower of both:

@@ -11,7 +11,6 @@ from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout
-from hethub.spec.plan import Offload
 from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
 
 
@@ -59,32 +58,6 @@ def test_what_is_fetched_passes_what_is_stored() -> None:
     place = free.layout.cluster.places[0]
     assert free.state.host_passing_seconds_per_byte(place) == free.state.host_seconds_per_byte(place)
     assert limited.state.host_passing_seconds_per_byte(place) == pytest.approx(1e-9 * 2 * 8 / 100)
-
-
-@pytest.mark.parametrize(
-    ("precision", "offload", "fetched", "stored"),
-    [
-        ("bf16", ("optimizer",), 12, 12),
-        ("bf16", ("parameters",), 0, 2),
-        ("bf16", ("optimizer", "parameters"), 12, 14),
-        ("fp32", ("optimizer",), 8, 8),
-        ("fp32", ("parameters",), 4, 4),
-        ("fp32", ("optimizer", "parameters"), 12, 12),
-    ],
-)
-def test_an_update_copies_the_weights_too(
-    precision: str, offload: tuple[Offload, ...], fetched: int, stored: int
-) -> None:
-    """New weights went to the host for nothing, and so came those of which no master is stepped. Both ways at once, unless the
-    host limits."""
-    on = cluster(("A100-SXM4-80GB", 1, 1))
-    for per_host, moved in ((None, stored), (10.0, fetched + stored)):
-        staging = on.links.staging.replace(per_host_gbytes_per_second=per_host)
-        within = on.replace(links=on.links.replace(staging=staging))
-        shape = {"tp": 1, "pp": 1, "micro_batch": 1, "batch": 1, "seq": 4096}
-        costs = PlanCosts(uniform(LLAMA_8B, within, precision=precision, offload=offload, **shape), HETHUB, packaged())
-        seconds = moved * LLAMA_8B.parameters * costs.state.host_seconds_per_byte(on.places[0])
-        assert costs.optimizer(0, 0) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("emulated", [False, True])
