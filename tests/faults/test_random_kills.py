@@ -80,7 +80,7 @@ def steps_said(running):
 
 
 def checkpoints(folder):
-    return set(folder.glob("runs/*/checkpoints/step-*/COMPLETE"))
+    return set(folder.glob("runs/*/checkpoints/step-*[0-9]/COMPLETE"))
 
 
 def kill_at_random(running, draw, folder, size, moment):

@@ -37,7 +37,8 @@ def uninterrupted(job, folder):
 
 
 def newest_checkpoint(folder):
-    found = folder.glob("runs/*/checkpoints/step-*/COMPLETE")
+    # One of `step-N.partial` has its marker a moment before its name.
+    found = folder.glob("runs/*/checkpoints/step-*[0-9]/COMPLETE")
     return max((int(path.parent.name.removeprefix("step-")) for path in found), default=0)
 
 
