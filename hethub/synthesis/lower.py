@@ -273,9 +273,10 @@ class Step:
         total = torch.tensor([self.square_sum()], dtype=torch.float64)
         dist.all_reduce(total, group=self._exchange.group)
         norm = float(total) ** 0.5
+        scale = max_norm / (norm + 1e-6)
         for shard in self._shards.values():
             if shard.grad is not None:
-                shard.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
+                shard.grad.mul_(1.0 if scale > 1.0 else scale)  # not a number: none of the gradients is one any more
         return norm
 
     def chunks(self, name: str, own: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
