@@ -1,7 +1,8 @@
 """A training step as one graph: operators of forward and backward in the order they run, and the tensors between."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
@@ -101,6 +102,7 @@ class Graph:
     gradients: Mapping[str, int | None]  # None: the loss does not depend on the parameter
     updates: Mapping[str, int]  # by the buffers that a step changes, what they hold after it
     samples: int  # that the shapes are those of
+    default_dtype: torch.dtype  # torch's own while it was traced: the type of tensors made of numbers
     guards: tuple[Any, ...] = ()  # formulas that other numbers of samples must meet as well
     template: "Graph | None" = None  # the same with BySamples in its shapes and arguments
 
@@ -172,6 +174,19 @@ class Graph:
 
     def shapes_out(self, operator: Operator) -> list[tuple[int, ...]]:
         return [self.tensors[t].shape for t in operator.made]
+
+
+@contextmanager
+def as_traced(graph: Graph, device: torch.device) -> Iterator[None]:
+    """The types of tensors are those of the trace, whatever the caller has set since: torch's default type is, and nothing is
+    cast automatically, for casts of the trace are operators of the graph. Ranks would send each other other types else."""
+    own = torch.get_default_dtype()
+    torch.set_default_dtype(graph.default_dtype)
+    try:
+        with torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(own)
 
 
 def is_by_samples(tensor: Tensor) -> bool:

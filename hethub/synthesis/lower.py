@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hethub.spec.errors import BadInput
 from hethub.synthesis.costs import Move
-from hethub.synthesis.graph import Graph, fingerprint
+from hethub.synthesis.graph import Graph, as_traced, fingerprint
 from hethub.synthesis.layout import Layout
 from hethub.synthesis.pieces import Exchange, Summing, bounds, piece, run_piece
 from hethub.synthesis.program import Program, runs_beside
@@ -123,7 +123,7 @@ class Step:
 
     @torch.no_grad()
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        results, gradients = self._run(inputs)
+        results, gradients = self._run_as_traced(inputs)
         for name, tensor in self._graph.updates.items():
             self._buffer(name).copy_(results[tensor])
         self._add(gradients)
@@ -132,10 +132,16 @@ class Step:
     @torch.no_grad()
     def loss(self, *inputs: torch.Tensor) -> torch.Tensor:
         """The global loss alone; gradients and running statistics stay as they are."""
-        return self._run(inputs)[0][self._graph.loss].clone()
+        return self._run_as_traced(inputs)[0][self._graph.loss].clone()
+
+    def _run_as_traced(
+        self, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
+        """What every rank has whole after the step, by tensor, and the gradients of this rank's shards, by name."""
+        with as_traced(self._graph, next(self.parameters()).device):
+            return self._run(inputs)
 
     def _run(self, inputs: tuple[torch.Tensor, ...]) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
-        """What every rank has whole after the step, by tensor, and the gradients of this rank's shards, by name."""
         counts = self.peak_bytes is None
         if counts:
             self._exchange.require_same(
@@ -267,9 +273,10 @@ class Step:
         total = torch.tensor([self.square_sum()], dtype=torch.float64)
         dist.all_reduce(total, group=self._exchange.group)
         norm = float(total) ** 0.5
+        scale = max_norm / (norm + 1e-6)
         for shard in self._shards.values():
             if shard.grad is not None:
-                shard.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
+                shard.grad.mul_(1.0 if scale > 1.0 else scale)  # not a number: none of the gradients is one any more
         return norm
 
     def chunks(self, name: str, own: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:

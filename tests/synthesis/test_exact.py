@@ -1,11 +1,16 @@
 """Unmodified models train under programs over 2 to 4 unlike ranks as in one process, to 1e-10 in float64."""
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+import torch.nn as nn
+
+from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.planning import plan_graph
 from tests.support.ranks import run_ranks
 from tests.synthesis.clusters import cluster, random_cluster
-from tests.synthesis.exact import check, random_program, reference, train
+from tests.synthesis.exact import Outcome, check, random_program, reference, reference_of, train
 
 ISLANDS = [[0, 2], [1], [3]]
 
@@ -72,3 +77,53 @@ def test_batches_of_other_sizes_and_norms_over_the_batch_train_as_one_process(si
         for outcome in outcomes:
             check(known, outcome)
     assert [len(outcomes) for outcomes in results] == [2, 2, 2, 1]
+
+
+class Numbers(nn.Module):
+    """Values of torch's default type meet those of the module: what is made of numbers alone, and whole numbers over others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 4)
+
+    def forward(self, values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(self.up(values)) * torch.full((12,), 0.1) + counts / 3
+        return self.down(inner).square().mean() + (torch.ones(12) * 0.1).sum().square() * self.down.weight.sum()
+
+
+def under(world: Any, setting: str, *arguments: Any) -> list[Outcome]:
+    """As `train`, by a caller who has set something since the step was traced."""
+    torch.set_default_dtype(torch.float64 if setting == "default type" else torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setting == "autocast"):
+        return train(world, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("setting", "dtype", "bound"), [("default type", torch.float64, 1e-10), ("autocast", torch.float32, 1e-4)]
+)
+def test_what_the_caller_sets_after_the_trace_changes_nothing(setting: str, dtype: torch.dtype, bound: float) -> None:
+    """Ranks sent each other tensors of unlike types, and hung or were ended by Gloo."""
+    torch.manual_seed(0)
+    inputs = (torch.randn(6, 8, dtype=dtype), torch.randint(9, (6, 12)))
+    known = reference_of(Numbers().to(dtype), inputs)
+    programs = [random_program(known.graph, cluster([1.0, 1.0]), seed) for seed in range(3)]
+    arguments = setting, known.graph, known.named, known.inputs, programs
+    for outcomes in run_ranks(2, under, *arguments, timeout_seconds=60):
+        for losses, gradients, *_ in outcomes:
+            assert losses == pytest.approx(known.losses, rel=bound)
+            for name, gradient in known.gradients.items():
+                torch.testing.assert_close(gradients[name], gradient, rtol=bound, atol=bound)
+
+
+def test_casts_of_the_trace_are_part_of_the_step() -> None:
+    """A module that was traced under autocast computes as that one does, inside and outside of it."""
+    torch.manual_seed(0)
+    module, inputs = Numbers(), (torch.randn(6, 8), torch.randint(9, (6, 12)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        graph, loss = trace(module, inputs), float(module(*inputs).detach())
+    named = {name: value.detach() for name, value in module.state_dict().items()}
+    program = plan_graph(graph, cluster([1.0]))
+    for setting in ("default type", "autocast", "none"):
+        (((losses, *_),),) = run_ranks(1, under, setting, graph, named, inputs, [program], 1)
+        assert losses == [loss]
+    assert abs(loss - float(module(*inputs).detach())) > 1e-4

@@ -284,3 +284,35 @@ def test_a_gradient_that_is_a_part_of_another_is_planned_held_and_clipped_once()
             assert keeps_within
             for name, parameter in module.named_parameters():
                 torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+class Rooted(nn.Module):
+    """Of two weights, which nobody reads together, one has a gradient that is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.rooted = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return (values @ self.plain).sum() + (values @ self.rooted).sum() * values.sum().sqrt()
+
+
+def broken(world: Any, graph: Graph, named: Named, inputs: Any, program: Program) -> tuple[float, Named]:
+    ((_, step, _),) = steps_of(world, graph, named, [program])
+    step(*inputs)
+    return synthesis.clip_grad_norm_(step, 0.1), step.gradients()
+
+
+def test_a_norm_that_is_no_number_spoils_all_gradients_as_on_one_device() -> None:
+    """The others were left unclipped, and a step went on with them."""
+    module, inputs = Rooted().double(), (torch.ones(6, 4, dtype=torch.float64),)
+    graph, named = trace(module, inputs), {n: value.detach() for n, value in module.state_dict().items()}
+    below = (-inputs[0],)
+    module(*below).backward()
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    for norm, gradients in run_ranks(2, broken, graph, named, below, random_program(graph, cluster([1.0, 1.0]), 0)):
+        assert norm != norm
+        for name, parameter in module.named_parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.isnan().all()
+            assert gradients[name].isnan().all()

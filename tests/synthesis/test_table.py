@@ -74,7 +74,7 @@ class Calls(TorchDispatchMode):
         )  # fmt: skip
         graph = Graph(
             tensors=tuple(tensors), operators=(operator,), parameters={}, buffers={}, constants={}, inputs=(), loss=0,
-            gradients={}, updates={}, samples=1,
+            gradients={}, updates={}, samples=1, default_dtype=torch.float32,
         )  # fmt: skip
         self.found[kind] = graph, {n: value for n, value in enumerate(values) if value is not None}
 

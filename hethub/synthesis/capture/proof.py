@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hethub.spec.errors import BadInput
-from hethub.synthesis.graph import Graph, is_by_samples
+from hethub.synthesis.graph import Graph, as_traced, is_by_samples
 
 _log = logging.getLogger(__name__)
 
@@ -83,12 +83,14 @@ def _prove(module: nn.Module, graph: Graph, inputs: Sequence[torch.Tensor]) -> N
         if changed is not None:
             _refuse(module, f"changes '{changed}' from call to call, which a trace takes for a constant")
         _move(trained)  # so that what was taken of the initial weights is seen
+        torch.clear_autocast_cache()  # a caller's autocast keeps casts of what they were
         values = {tensor: named[name].detach() for name, tensor in graph.parameters.items()}
         values |= {t: named[name].detach().clone() for name, t in graph.buffers.items() if name in named}
         values |= {graph.buffers[name]: value for name, value in graph.constants.items()}
         loss = module(*_clones(inputs))
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-        found = _run(graph, values | dict(zip(graph.inputs, _clones(inputs), strict=True)))
+        with as_traced(graph, loss.device):  # as a step will run it
+            found = _run(graph, values | dict(zip(graph.inputs, _clones(inputs), strict=True)))
         pairs = {"the loss": (found[graph.loss], loss.detach())}
         for (name, tensor), own in zip(graph.gradients.items(), gradients, strict=True):
             nothing = torch.zeros_like(named[name])
@@ -205,6 +207,7 @@ def as_it_was(module: nn.Module, *, with_values: bool) -> Iterator[None]:
         with torch.no_grad():
             for step in undo:
                 step()
+        torch.clear_autocast_cache()  # of casts that it keeps of weights
 
 
 def _keep(value: Any, undo: list[Callable[[], object]], seen: set[int], with_values: bool) -> None:

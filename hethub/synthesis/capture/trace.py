@@ -250,6 +250,7 @@ class _Tracing:
                 name: builder.numbers[node] for name, node in zip(updates, output[len(gradients) + 1 :], strict=True)
             },
             samples=self._samples,
+            default_dtype=torch.get_default_dtype(),
             guards=tuple(guard.expr for guard in self._shapes.guards),
         )
         return replace(graph, template=graph).at(self._samples)
