@@ -240,6 +240,7 @@ def unlike_tensors():
         "all_gather .* 1 elements .* one of 2": lambda: dist.all_gather([two, two], torch.ones(1)),
         "a list of 3": lambda: dist.all_gather([two] * 3, two),
         "a whole of 6": lambda: dist.reduce_scatter_tensor(two, torch.ones(6)),
+        "1 elements .* a whole of 1 ": lambda: dist.reduce_scatter_tensor(torch.tensor(0.0), torch.tensor(1.0)),
         "float32 and a whole of 4 elements of torch.bfloat16": lambda: dist.reduce_scatter_tensor(
             two, narrow.repeat(2)
         ),
@@ -248,10 +249,13 @@ def unlike_tensors():
 
 
 def refuse_what_does_not_fit(rank, store):
-    """The sum behind calls whose tensors do not fit."""
+    """The sum behind calls whose tensors do not fit. Gloo itself finds out most, in words of its own, and nothing of an
+    all-to-all that has no equal parts; it looks at a reduce-scatter's shapes beyond their end."""
     dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    is_native = type(dist.group.WORLD) is dist.ProcessGroup
     for said, call in unlike_tensors().items():
-        with pytest.raises(ValueError, match=said):
+        ours = not is_native or "split sizes" in said or re.search("a whole of (1 |6|4)", said)
+        with pytest.raises(ValueError if ours else (ValueError, RuntimeError), match=said if ours else ""):
             call()
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
@@ -259,9 +263,9 @@ def refuse_what_does_not_fit(rank, store):
     return tensor[0].item()
 
 
-@pytest.mark.parametrize("staged", ["", "0"])
-def test_tensors_that_do_not_fit_are_refused(staged):
-    environment = {"HETHUB_ISLANDS": "0|1", "HETHUB_STAGED_RANKS": staged}
+@pytest.mark.parametrize(("islands", "staged"), [("0|1", ""), ("0|1", "0"), ("0,1", "")])
+def test_tensors_that_do_not_fit_are_refused(islands, staged):
+    environment = {"HETHUB_ISLANDS": islands, "HETHUB_STAGED_RANKS": staged}
     assert values(start_ranks(2, refuse_what_does_not_fit, timeout_seconds=60, environment=environment)) == [2.0, 2.0]
 
 
