@@ -124,6 +124,15 @@ def wrong_cases(world: Any, members: list[int]) -> list[tuple[str, str]]:
     dist.all_reduce(negated, group=group)
     if not torch.equal(negated.resolve_neg(), -inputs.sum(0)):
         wrong.append(("all_reduce", "a negative view"))
+    plain, negative = torch.zeros(SHAPE), torch._neg_view(torch.zeros(SHAPE))
+    for sent, received in ((torch._neg_view(data(place)), plain), (data(place), negative)):
+        sending = dist.isend(sent, group=group, group_dst=(place + 1) % size)
+        dist.recv(received, group=group, group_src=(place - 1) % size)
+        assert sending is not None
+        sending.wait()
+    before = inputs[(place - 1) % size]
+    if not (torch.equal(plain, -before) and torch.equal(negative.resolve_neg(), before)):
+        wrong.append(("send and recv", "a negative view"))
     return wrong
 
 
