@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from hethub.communicator.work import CallbackThreads, HethubWork, Job, Operation, Worker
+from hethub.spec.errors import RunFailed
 
 
 class Nobody:
+    def __init__(self):
+        self.given_up = []
+
     def explain(self):
         return None
 
     def give_up(self, failure, *, is_known):
-        pass
+        self.given_up.append((str(failure), is_known))
 
 
 class Callbacks:
@@ -60,3 +64,23 @@ def test_a_thread_that_cannot_be_prepared_is_an_error_of_who_asks_for_it():
         Worker("a worker", refuse).submit(job)
     with pytest.raises(RuntimeError, match="no such device"):
         CallbackThreads(refuse).run(job)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_an_operation_that_ctrl_c_has_cut_short_is_given_up():
+    """It ran in its caller's thread. What its program does next would be added to the half of it."""
+    explainer, left = Nobody(), []
+    operation = Operation(name="all_reduce", group="a group", rank=0, explainer=explainer)
+    work = HethubWork(operation, [torch.ones(1)], Callbacks())
+    job = Job(run=interrupt, work=work, count=lambda seconds: None, leave=lambda: left.append(True))
+    worker = Worker("a worker", lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        worker.submit(job, caller_waits=True)
+    assert work.is_completed()
+    with pytest.raises(RunFailed, match="all_reduce in a group failed on rank 0: KeyboardInterrupt"):
+        work.wait()
+    assert [known for _, known in explainer.given_up] == [False]
+    assert left == [True]
