@@ -65,13 +65,15 @@ def wait_for_a_late_rank(rank, store):
     dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
     group, found = dist.new_group([0, 1], timeout=timedelta(seconds=1)), []
     for step in range(2):
-        time.sleep(2.5 * rank * (step == 0))
+        if rank == 1 and step == 0:
+            store.get("given up")
         try:
             tensor = torch.full((10,), 10.0**step * (rank + 1))
             dist.all_reduce(tensor, group=group)
             found.append(tensor[0].item())
         except RuntimeError as error:
             found.append(str(error))
+        store.set("given up", "")
     dist.destroy_process_group()
     return found
 
@@ -81,8 +83,37 @@ def test_a_group_given_up_at_its_timeout_is_not_used_again():
     early, late = values(start_ranks(2, wait_for_a_late_rank, timeout_seconds=60, environment=islands))
     assert "Timed out after 1 s" in early[0]
     assert "cannot run on rank 0" in early[1]
-    assert late[0] == 3.0 or "Timed out after 1 s" in late[0]
-    assert "Timed out after 1 s" in late[1]
+    told = "rank 0 failed: all_reduce in group '1' (ranks 0, 1) failed on rank 0: TimeoutError: Timed out after 1 s"
+    assert late[0] == 3.0 or told in late[0]
+    assert told in late[1]
+
+
+def fail_when_rank_0_has_left(rank, store):
+    """What ranks 1 and 2 say of an operation that fails on rank 1, when nobody is left to pass that on."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        dist.destroy_process_group()
+        store.set("left", "")
+        return ""
+    store.get("left")
+    if rank == 1:
+        group.__dict__["_load_whole"] = fail
+    with pytest.raises(RunFailed) as raised:
+        dist.all_reduce(torch.ones(200_000), group=group)
+    if rank == 2:
+        store.set("felt", "")
+    store.get("felt")  # it is not the end of rank 1's process that is felt
+    dist.destroy_process_group()
+    return str(raised.value)
+
+
+def test_a_failure_is_felt_when_rank_0_has_left():
+    """The timeout is half an hour."""
+    outcomes = start_ranks(3, fail_when_rank_0_has_left, timeout_seconds=60, environment={"HETHUB_ISLANDS": "0|1|2"})
+    _, *said = values(outcomes)
+    assert "all_reduce in group '1' (ranks 1, 2) failed on rank 1: MemoryError: no memory for it" in said[0]
+    assert "all_reduce in group '1' (ranks 1, 2) failed on rank 2 with rank 1: " in said[1]
 
 
 def submit_in_vain(world, size):
