@@ -212,14 +212,13 @@ def test_sums_go_on_behind_a_message_that_nobody_answers(waited):
 
 
 def name_the_peer_of_a_group(rank, store):
-    """What messages of groups say of a peer that cannot be asked, or does not answer; its place in them is 1 less than its
-    rank."""
+    """What messages of groups say of a peer that does not answer; its place in them is 1 less than its rank. The last one
+    cannot be sent any more: the one before has ended the world."""
     dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
     groups = [dist.new_group([1, 2], timeout=timedelta(seconds=1)) for _ in range(3 * (rank > 0))]
     said = []
     if rank == 2:
-        groups[0].abort()
-        for group, start in zip(groups, (dist.isend, dist.irecv, dist.isend), strict=True):
+        for group, start in zip(groups, (dist.irecv, dist.isend, dist.isend), strict=True):
             with pytest.raises(RunFailed) as raised:
                 start(torch.zeros(3), 1, group=group).wait()
             said.append(str(raised.value))
@@ -233,7 +232,7 @@ def test_a_peer_is_named_by_its_rank_in_the_world():
     environment = {"HETHUB_ISLANDS": "0|1|2", "HETHUB_STAGED_RANKS": "2"}
     said = values(start_ranks(3, name_the_peer_of_a_group, timeout_seconds=60, environment=environment))[2]
     assert len(said) == 3
-    for name, text in zip(("send", "recv", "send"), said, strict=True):
+    for name, text in zip(("recv", "send", "send"), said, strict=True):
         assert re.search(rf"{name} .* \(ranks 1, 2\) failed on rank 2 with rank 1: ", text)
 
 
