@@ -150,10 +150,16 @@ def _news(before: list[dict[str, Any]], now: list[dict[str, Any]], key: tuple[st
     rows = {tuple(row[name] for name in key): row for row in now}
     for old in before:
         place = tuple(old[name] for name in key)
-        place = place if place in rows else (_DESTROYED, *place[1:])  # where `fold` has put it meanwhile
+        if place not in rows or _is_less(rows[place], old):  # another group has its name now
+            place = (_DESTROYED, *place[1:])  # where `fold` has put it meanwhile
         if place in rows:
             rows[place] = _less(rows[place], old, key)
     return [row for row in rows.values() if row.get("calls", row.get("messages"))]
+
+
+def _is_less(row: dict[str, Any], old: dict[str, Any]) -> bool:
+    """Whether the row cannot hold the old one: totals only grow."""
+    return any(row[name] < value for name, value in old.items() if isinstance(value, int | float))
 
 
 def _less(row: dict[str, Any], old: dict[str, Any], key: tuple[str, ...]) -> dict[str, Any]:

@@ -301,8 +301,10 @@ class Job:
         try:
             with writing(self.work.result()):
                 self.run()
-        except Exception as error:  # noqa: BLE001  every failure reaches the caller through its Work
+        except BaseException as error:  # every failure reaches the caller through its Work
             self.work.fail(self.work.operation.failed_for_good(error))
+            if not isinstance(error, Exception):  # Ctrl-C, in the caller's own thread
+                raise
         else:
             self.count(time.perf_counter() - start)
             self.work.finish()

@@ -140,7 +140,7 @@ def die_before_the_world(rank):
 
 
 def test_a_rank_that_dies_before_the_ranks_are_connected_is_named_within_the_timeout(tmp_path):
-    job = write_job(tmp_path / "job", communicator={"timeout_seconds": 3})
+    job = write_job(tmp_path / "job", communicator={"timeout_seconds": 30})
     results = ranks(4, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=die_before_the_world)
     for rank in (0, 1, 3):
         assert results[rank].exit_code == 1

@@ -61,3 +61,29 @@ def test_destroyed_groups_keep_their_totals_but_not_their_rows():
     assert counts["operations"][0]["legs"] == {"wire": 5.0}
     assert [(row["messages"], row["bytes"]) for row in counts["links"]] == [(5, 35)]
     assert counters.bridge_bytes() == 35
+
+
+def test_a_group_made_anew_under_a_name_has_its_own_counts():
+    """torch names groups by their members where asked to, so a second one has the first one's name."""
+    counters = Counters()
+    for _ in range(3):
+        counters.count_operation("a name", "all_reduce", 100, 2.0, {"wire": 1.0})
+        counters.count_sent("a name", 1, "shm", is_bridge=True, num_bytes=7)
+    before = counters.to_dict()
+    counters.fold("a name")
+    counters.count_operation("a name", "all_reduce", 10, 5.0, {"wire": 0.5})
+    counters.count_sent("a name", 1, "shm", is_bridge=True, num_bytes=2)
+    news = since(before, counters.to_dict())
+    assert news == {
+        "operations": [
+            {
+                "group": "a name",
+                "operation": "all_reduce",
+                "calls": 1,
+                "bytes": 10,
+                "seconds": 5.0,
+                "legs": {"wire": 0.5},
+            }
+        ],
+        "links": [{"group": "a name", "peer": 1, "relay": "shm", "level": "bridge", "messages": 1, "bytes": 2}],
+    }

@@ -192,6 +192,42 @@ def test_a_rank_that_never_comes_is_named_with_its_place():
     hub.close()
 
 
+def test_who_comes_late_hears_what_has_failed_and_the_first_failure_counts():
+    hub = Hub(address="127.0.0.1", size=2, token=TOKEN, silence_seconds=20, meeting_seconds=60)
+    here = Liveness(hub_address=("127.0.0.1", hub.port), rank=0, token=TOKEN, silence_seconds=20)
+    time.sleep(1.5)  # two beats of the hub, which waits for the other one
+    assert here.failure is None
+    here.report("failed: first")
+    here.report("failed: second")
+    assert str(here.wait_for_failure(20)) == "rank 0 failed: first"
+    late = Liveness(hub_address=("127.0.0.1", hub.port), rank=1, token=TOKEN, silence_seconds=20)
+    assert str(late.wait_for_failure(20)) == "rank 0 failed: first"
+    for each in (here, late):
+        each.close()
+    hub.close()
+
+
+def test_a_long_reason_is_cut_and_heard(job):
+    job.ranks[1].report("failed: " + "x" * 100_000)
+    for rank in job.ranks:
+        assert str(rank.wait_for_failure(20)).startswith("rank 1 failed: xxx")
+
+
+def test_a_launcher_that_ends_ranks_which_have_all_come_is_no_failure(job):
+    job.ranks[1].report_end()
+    check_alive(job)
+
+
+def test_a_rank_that_has_left_has_not_stopped(job):
+    job.ranks[1].goodbye()
+    deadline = time.monotonic() + 20
+    while not job.hub._ranks[1].left and time.monotonic() < deadline:
+        time.sleep(0.01)
+    job.hub._ranks[1].heard -= 1000
+    time.sleep(1.5)  # two beats of the hub
+    assert job.ranks[0].failure is None
+
+
 def send_all_during_the_run(rank):
     """Rank 1 finds out where the hub is and lets a thread send strangers' lines to it."""
     if rank == 1:

@@ -25,10 +25,10 @@ from hethub.communicator import torch_private
 from hethub.communicator.bridge.chunks import Tuning
 from hethub.communicator.bridge.launch_order import StartOrder
 from hethub.communicator.bridge.links import CopiedDown, Links, message_stage, wait_for
-from hethub.communicator.bridge.staging import Staged, Stager, flat_of, place_for
+from hethub.communicator.bridge.staging import Staged, Stager, flat_of, is_plain, place_for
 from hethub.communicator.counters import Counters, LegClock
 from hethub.communicator.joining.islands import Islands, island_index
-from hethub.communicator.relays.gloo import GlooTransfer
+from hethub.communicator.relays.gloo import begin_transfer
 from hethub.communicator.relays.relay import Transfer
 from hethub.communicator.work import (
     CallbackThreads,
@@ -125,7 +125,7 @@ class PointToPoint:
             return self._move_natively(torch_private.native_send, flat_of(tensor), tensor, peer, operation)
         if self._stager.on_device(tensor):
             return self._send_staged(tensor, peer, tag, operation)
-        host = tensor.contiguous()
+        host = tensor.resolve_conj().resolve_neg().contiguous()
         return self._start(torch_private.gloo_send, host, tensor, peer, tag, operation)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> torch_private.WorkBase:
@@ -138,7 +138,7 @@ class PointToPoint:
             return (
                 inner if place.data_ptr() == tensor.data_ptr() else Landed(inner, place, tensor, self._process.device)
             )
-        if not self._stager.on_device(tensor) and tensor.is_contiguous():
+        if not self._stager.on_device(tensor) and is_plain(tensor):
             return self._start(torch_private.gloo_receive, tensor, tensor, peer, tag, operation)
         staged = self._stager.stage(tensor)
         inner = self._start(torch_private.gloo_receive, staged.empty_whole(), tensor, peer, tag, operation)
@@ -154,7 +154,7 @@ class PointToPoint:
             raise BadInput(
                 "a receive from any rank needs a host tensor, as with NCCL; receive on the CPU, or name a rank."
             )
-        if tensor.is_contiguous():
+        if is_plain(tensor):
             return self._start_any(tensor, tensor, tag, operation)
         staged = self._stager.stage(tensor)
         return StagedReceive(self._start_any(staged.empty_whole(), tensor, tag, operation), staged)
@@ -292,8 +292,8 @@ class PointToPoint:
         staged = stager.stage(tensor)
 
         def job() -> None:
-            host = staged.load_whole()
-            GlooTransfer(torch_private.gloo_send(self._gloo, host, peer, tag), host, self._members[peer]).wait()
+            host, world_rank = staged.load_whole(), self._members[peer]
+            begin_transfer(torch_private.gloo_send, self._gloo, host, peer, tag, world_rank).wait()
 
         work = HethubWork(operation, [tensor], self._process.callbacks)
         return worker.submit(Job(run=job, work=work, count=self._counted(tensor, "send")))

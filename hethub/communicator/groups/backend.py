@@ -16,7 +16,7 @@ from hethub.communicator.joining.islands import parse_islands, restrict
 from hethub.communicator.joining.rendezvous import Rendezvous, agree_on_token, exchanged
 from hethub.communicator.joining.settings import is_on
 from hethub.communicator.relays.shm_connection import host_identity
-from hethub.communicator.setup import faults_told, make_context
+from hethub.communicator.setup import connecting, faults_told, make_context
 from hethub.kernels.device import choose_device
 from hethub.spec.errors import BadInput
 from hethub.spec.network import TOKEN_VARIABLE, choose_interface
@@ -41,15 +41,15 @@ operations take the interpreter lock in Gloo's threads, where DDP deadlocks now 
 def create_group(options: Any, given: Any) -> dist.ProcessGroup:
     """The group torch asks for: the native library's own inside one island, a bridged one otherwise."""
     default = torch_private.default_group()
-    if default is None:
-        context = given if isinstance(given, Context) else context_from_environment(options)
-    else:
-        context = context_of(default)
-    group = _make_group(context, options, is_default=default is None)
-    if default is None:
-        _WORLDS[group] = context
-        # A native group has no shutdown of ours. Not at exit: a program that crashes must not pass for one that leaves.
-        weakref.finalize(group, context.close).atexit = False
+    if default is not None:
+        return _make_group(context_of(default), options, is_default=False)
+    context = given if isinstance(given, Context) else context_from_environment(options)
+    with connecting(context.rendezvous):
+        group = _make_group(context, options, is_default=True)
+        context.gloo.barrier().wait()  # all have read what they need of the store: rank 0, which may serve it, may leave
+    _WORLDS[group] = context
+    # A native group has no shutdown of ours. Not at exit: a program that crashes must not pass for one that leaves.
+    weakref.finalize(group, context.close).atexit = False
     return group
 
 

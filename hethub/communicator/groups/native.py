@@ -7,6 +7,11 @@ reduce-scatter of `base[::2]` end without an error and with wrong numbers (torch
 tensors, but add two ranks' memory as it lies where one rank's is contiguous and the other's is channels-last. Groups
 over islands stage every layout themselves.
 
+torch's Gloo compares the shapes of a reduce-scatter's tensors dimension by dimension, also beyond those that the smaller
+has, and cuts an all-to-all's tensor into equal parts without asking whether it can (torch 2.13): an output without
+dimensions ends the process, an input that stacks the parts is refused or read beyond its end, and the rest of an
+all-to-all goes nowhere. So these are checked here, and tensors of unlike dimensions passed flat.
+
 NCCL and RCCL gather the messages of `batch_isend_irecv` and send them at its end, with one Work for all: results are
 copied back behind that one.
 
@@ -27,6 +32,7 @@ import torch.distributed as dist
 
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.staging import is_plain
+from hethub.communicator.groups.arguments import check_parts, rows_of
 from hethub.communicator.work import WaitedWork, writing
 
 _WRITTEN = {
@@ -58,6 +64,11 @@ _WRITTEN = {
 """The first arguments of each operation: tensors, or lists of them, that are written (w) or only read (r)."""
 
 _MESSAGES = {"send", "recv", "recv_anysource"}
+_SCATTERS = {"_reduce_scatter_base": "reduce_scatter_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+_SCATTERS |= dict.fromkeys(
+    ["reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"], "reduce_scatter_tensor_coalesced"
+)
+_EXCHANGES = {"alltoall_base", "all_to_all_single"}
 
 TurnOf = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
 """The turn to launch a collective of these tensors in."""
@@ -81,7 +92,7 @@ def watch_group(group: dist.ProcessGroup, turn_of: TurnOf) -> None:
         for name, uses in _WRITTEN.items():
             native = getattr(dist.ProcessGroup, name, None)
             if native is not None and not isinstance(native, types.FunctionType):
-                setattr(dist.ProcessGroup, name, watched(name, native, uses))
+                setattr(dist.ProcessGroup, name, watched(name, checked(name, native), uses))
         for moment, wrap in (("begin", begun_gathering), ("end", ended_gathering)):
             name = torch_private.COALESCING[moment]
             setattr(dist.ProcessGroup, name, wrap(getattr(dist.ProcessGroup, name)))
@@ -109,6 +120,31 @@ def watched(name: str, native: Callable[..., Any], uses: str) -> Callable[..., A
     # name of the calling function's code.
     method.__code__ = method.__code__.replace(co_name=name)
     return method
+
+
+def checked(name: str, native: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation, which raises BadInput where Gloo would end with wrong numbers or with the process."""
+
+    def scatter(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
+        if group in _ours and len(args) > 1:
+            pairs = list(zip(_tensors(args[0]), _tensors(args[1]), strict=True))
+            for out, whole in pairs:
+                check_parts(_SCATTERS[name], out, whole, group.size())
+            if any(out.dim() != whole.dim() or out.dim() == 0 for out, whole in pairs):
+                args = (_flat(args[0]), _flat(args[1]), *args[2:])
+        return native(group, *args, **named)
+
+    def exchange(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
+        if group in _ours and len(args) > 3:
+            for tensor, num_rows in zip(args[:2], args[2:4], strict=True):
+                rows_of("all_to_all_single", tensor, num_rows, group.size())
+        return native(group, *args, **named)
+
+    return scatter if name in _SCATTERS else exchange if name in _EXCHANGES else native
+
+
+def _flat(given: Any) -> Any:
+    return given.view(-1) if isinstance(given, torch.Tensor) else [each.view(-1) for each in given]
 
 
 def begun_gathering(native: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,6 +44,16 @@ class GlooTransfer(Transfer):
             raise PeerError(self._peer, gloo_reason(error)) from error
 
 
+def begin_transfer(
+    start: object, group: torch_private.GlooGroup, tensor: torch.Tensor, place: int, tag: int, peer: int
+) -> Transfer:
+    """A send or receive with the group's member `place`, who is the world's rank `peer`. Raises PeerError."""
+    try:
+        return GlooTransfer(start(group, tensor, place, tag), tensor, peer)  # type: ignore[operator]
+    except RuntimeError as error:
+        raise PeerError(peer, gloo_reason(error)) from error
+
+
 class Striped(Transfer):
     """One message cut over several lanes."""
 
@@ -77,16 +87,11 @@ class GlooRelay(Relay):
     def _over_lanes(self, lanes: Lanes, start: object, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         tensor = tensor.view(torch.uint8)  # Gloo moves bytes, but knows few types by name
         if len(lanes) == 1 or tensor.nbytes < _STRIPE_BYTES:
-            return self._one(start, lanes[0], tensor, peer, tag)
+            return begin_transfer(start, lanes[0], tensor, peer, tag, peer)
         stripes = tensor.tensor_split(len(lanes))
-        return Striped([self._one(start, lane, part, peer, tag) for lane, part in zip(lanes, stripes, strict=True)])
-
-    @staticmethod
-    def _one(start: object, lane: torch_private.GlooGroup, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        try:
-            return GlooTransfer(start(lane, tensor, peer, tag), tensor, peer)  # type: ignore[operator]
-        except RuntimeError as error:
-            raise PeerError(peer, gloo_reason(error)) from error
+        return Striped(
+            [begin_transfer(start, lane, part, peer, tag, peer) for lane, part in zip(lanes, stripes, strict=True)]
+        )
 
     def abort(self) -> None:
         for lane in (*self._up, *self._down):

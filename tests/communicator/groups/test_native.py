@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Size, Tensor
 from torch.distributed import ReduceOp
 
 from hethub.communicator.groups import native
@@ -124,6 +124,15 @@ def wrong_cases(world: Any, members: list[int]) -> list[tuple[str, str]]:
     dist.all_reduce(negated, group=group)
     if not torch.equal(negated.resolve_neg(), -inputs.sum(0)):
         wrong.append(("all_reduce", "a negative view"))
+    plain, negative = torch.zeros(SHAPE), torch._neg_view(torch.zeros(SHAPE))
+    for sent, received in ((torch._neg_view(data(place)), plain), (data(place), negative)):
+        sending = dist.isend(sent, group=group, group_dst=(place + 1) % size)
+        dist.recv(received, group=group, group_src=(place - 1) % size)
+        assert sending is not None
+        sending.wait()
+    before = inputs[(place - 1) % size]
+    if not (torch.equal(plain, -before) and torch.equal(negative.resolve_neg(), before)):
+        wrong.append(("send and recv", "a negative view"))
     return wrong
 
 
@@ -192,6 +201,30 @@ def single_elements(world: Any) -> list[str]:
 @pytest.mark.parametrize("staged", [[], [0, 2], [0, 1, 2]])
 def test_one_element_may_have_any_stride(relay: str, staged: list[int]) -> None:
     for wrong in run_ranks(3, single_elements, islands=[[0, 2], [1]], staged_ranks=staged, relay=relay):
+        assert wrong == []
+
+
+def stacked_parts(world: Any) -> list[str]:
+    """The reduce-scatters whose part was not the plain one: torch takes the parts joined or stacked, of any dimensions."""
+    wrong, size = [], world.size
+    for shape in ((), (1,), (3,), (1, 4), (2, 3), (0,)):
+        inputs = [torch.arange(float(size * Size(shape).numel())).view(size, *shape) + rank for rank in range(size)]
+        expected = sum(inputs)[world.rank]
+        for name, given in (("stacked", inputs[world.rank]), ("flat", inputs[world.rank].flatten())):
+            for lay in (Tensor.clone, lambda values: torch.stack([values, values], -1)[..., 0]):
+                part = torch.full(shape, -1.0)
+                dist.reduce_scatter_tensor(part, lay(given))
+                both = [torch.full(shape, -1.0) for _ in range(2)]
+                with dist._coalescing_manager():
+                    for each in both:
+                        dist.reduce_scatter_tensor(each, lay(given))
+                wrong += [f"{name} {shape}" for found in (part, *both) if not torch.equal(found, expected)]
+    return wrong
+
+
+@pytest.mark.parametrize("islands", [[[0, 1]], [[0], [1]]])
+def test_a_reduce_scatter_takes_its_parts_joined_or_stacked(islands: list[list[int]]) -> None:
+    for wrong in run_ranks(2, stacked_parts, islands=islands):
         assert wrong == []
 
 

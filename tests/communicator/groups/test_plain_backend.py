@@ -177,6 +177,24 @@ def test_a_process_group_can_be_made_anew_in_the_store_of_the_last_one(islands):
     assert values(outcomes) == [[15.0] * 3] * 3
 
 
+def leave_at_once(rank, store):
+    """Rank 0, which serves the store, ends as soon as it may; rank 1 is slow with what it has still to do there."""
+    if rank == 0:
+        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store.set("port", str(served.port))
+    else:
+        served = dist.TCPStore("127.0.0.1", int(store.get("port")), is_master=False)
+        delete = torch_private.delete_when_read
+        torch_private.delete_when_read = lambda *those: (time.sleep(0.3), delete(*those))
+    dist.init_process_group("hethub", store=served, rank=rank, world_size=2)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("islands", ["0|1", "0,1"])
+def test_the_rank_that_serves_the_store_may_leave_at_once(islands):
+    values(start_ranks(2, leave_at_once, environment={"HETHUB_ISLANDS": islands}, timeout_seconds=60))
+
+
 def refuse_islands(rank, store):
     with pytest.raises(BadInput) as refused:
         dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
