@@ -71,6 +71,9 @@ def test_no_estimate_is_below_what_the_busiest_replica_computes() -> None:
     for candidate in candidates:
         assert bounded.least(candidate) == estimated.least(candidate)
         assert estimated.least(candidate) <= estimated.seconds(candidate)
+        thrown_away = any(own.recompute == "full" for own in candidate.stages)  # nothing is left to put off
+        possible = not (thrown_away and candidate.pattern.schedule == "zero_bubble")
+        assert (estimated.seconds(candidate) < float("inf")) == possible
         assert [estimated.samples(candidate, s) for s in range(len(candidate.stages))] == [
             bounded.samples(candidate, s) for s in range(len(candidate.stages))
         ]
