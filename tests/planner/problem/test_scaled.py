@@ -5,6 +5,7 @@ import pytest
 from hethub.planner.problem.scaled import Scale, scaled
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.node_links import NodeLinks
+from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from tests.planner.problems import answer, mixed
 
@@ -19,7 +20,8 @@ def test_faster_links_and_compute_never_make_the_best_plan_slower():
 
 
 def test_every_figure_is_scaled_by_its_own_factor_and_by_no_other() -> None:
-    node = {"name": "a", "accelerator": "A100-SXM4-80GB", "accelerators": 8, "nics": 2, "gbps_per_nic": 100, "count": 2}
+    own = {**find_accelerator("A100-SXM4-80GB").to_dict(), "name": "own", "peer_gbytes_per_second": 50}
+    node = {"name": "a", "accelerator": own, "accelerators": 8, "nics": 2, "gbps_per_nic": 100, "count": 2}
     links = {
         "in_node": {"gbytes_per_second": 200},
         "between_islands": {"gbps_per_node": 40},
@@ -45,7 +47,11 @@ def test_every_figure_is_scaled_by_its_own_factor_and_by_no_other() -> None:
         return {
             "compute": [device.peak_flops("bf16") or 0.0, device.memory_gbytes_per_second],
             "memory": [device.memory_gb],
-            "in_node": [device.link_gbytes_per_second, own.in_node.gbytes_per_second],
+            "in_node": [
+                device.link_gbytes_per_second,
+                device.peer_gbytes_per_second or 0.0,
+                own.in_node.gbytes_per_second,
+            ],
             "network": [at.nodes[0].gbps_per_nic, own.racks[0].gbps, own.regions.gbps[0][0]],
             "bridge": [
                 own.between_islands.gbps_per_node,
