@@ -2,7 +2,8 @@
 
 from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
-from hethub.planner.generate import cuts
+from hethub.planner.generate.cuts import best_cuts
+from hethub.planner.generate.table import tabulate
 from hethub.planner.plan import find
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
@@ -62,7 +63,8 @@ def answer(problem: Problem) -> Evaluation:
 def every_plan(problem: Problem, number: int = 40) -> list[Evaluation]:
     """The best cuts that are plans, evaluated."""
     incumbent = incumbent_of(problem)
-    found = map(incumbent.consider, cuts.propose(problem, incumbent.costs, number=number))
+    cuts = best_cuts(problem, tabulate(problem, incumbent.costs.unit_costs), number)
+    found = map(incumbent.consider, cuts)
     return [evaluation for evaluation in found if evaluation is not None]
 
 

@@ -137,8 +137,6 @@ class Candidate:
         schedule, chunks = self.pattern
         if schedule == "zero_bubble" and any(stage.recompute == "full" for stage in self.stages):
             return False
-        if schedule != "ministages" and (chunks > 1) != (schedule == "interleaved"):
-            return False
         return chunks == 1 or all(stage.layers >= chunks for stage in self.stages)
 
     @cached_property

@@ -47,8 +47,6 @@ def materialize(
     if assigned is None:
         return None
     divided = _divided(candidate, assigned, problem, worker)
-    if holds is None and schedule == "1f1b" and _nearly_even(divided):
-        holds = range(len(candidate.stages), 0, -1)
     stages = []
     for index, (stage, own, by_speed) in enumerate(zip(candidate.stages, assigned, divided, strict=True)):
         samples = [n + more for n, more in zip(by_speed, stage.nudges, strict=True)] if stage.nudges else by_speed
@@ -84,13 +82,6 @@ def _divided(candidate: Candidate, assigned: Sequence[Assigned], problem: Proble
     return [divide(total, stage, least) for stage in workers]
 
 
-def _nearly_even(divided: Sequence[list[int]]) -> bool:
-    """Whether all stages divide the samples alike, into counts that differ by one: as many microbatches in flight as
-    there are stages behind are then enough, and said in the plan, since the default for unlike replicas is more."""
-    first = divided[0]
-    return len(divided) > 1 and max(first) - min(first) == 1 and all(d == first for d in divided)
-
-
 def _workers(candidate: Candidate, index: int, assigned: Assigned, worker: WorkerOf) -> list[Worker]:
     stage = candidate.stages[index]
     first, last = index == 0, index == len(candidate.stages) - 1
@@ -120,7 +111,7 @@ def _stage_spec(problem: Problem, layers: tuple[tuple[int, int], ...], own: Stag
         ),
         zero=zero,
         recompute=own.recompute,
-        state_shares=dict(own.state_shares) if zero else {},
+        state_shares=dict(own.state_shares),
         offload=own.offload,
     )
 

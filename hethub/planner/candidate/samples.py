@@ -25,7 +25,7 @@ class Worker(NamedTuple):
         """The most samples that end within `seconds`."""
         whole = int(seconds / self.microbatch_seconds[-1] + 1e-9)
         rest = bisect_left(self.microbatch_seconds, seconds - whole * self.microbatch_seconds[-1] + 1e-12)
-        return whole * self.micro_batch + min(rest, self.micro_batch - 1)
+        return whole * self.micro_batch + rest
 
 
 def earliest_finish(total: int, per_sample: np.ndarray, numbers: np.ndarray) -> np.ndarray:

@@ -214,8 +214,6 @@ class Estimator:
     def _hosts_have_room(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
         """[candidate]: whether all hosts together have room for what all ranks offload."""
         hosted = np.where(own.blank, 0.0, own.stages.host + held * own.stages.host_microbatch)
-        if not hosted.any():
-            return np.ones(len(held), dtype=bool)
         ranks = np.array(
             [[0] * (held.shape[1] - len(c.stages)) + [stage.ranks for stage in c.stages] for c in own.candidates]
         )

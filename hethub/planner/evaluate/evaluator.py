@@ -65,7 +65,7 @@ class Evaluator:
         self.problem, self.costs, self.ignore_memory = problem, costs, ignore_memory
         self.microbatches_left = 0  # to be replayed one by one, as soon as some plan fits
         self._knows_a_fitting = False
-        self._known: dict[tuple[int, str], Evaluation | None] = {}  # by plan
+        self._known: dict[str, Evaluation | None] = {}  # by plan
 
     def evaluate(self, candidate: Candidate) -> Evaluation | None:
         """The candidate's plan with its memory and prediction, or None where it is no valid plan."""
@@ -74,7 +74,7 @@ class Evaluator:
         plan = candidate.plan or materialize(candidate, problem, self.costs.unit_costs.worker, holds)
         if plan is None or not self.is_allowed(candidate, plan):
             return None
-        key = (candidate.extra_in_flight, plan.model_dump_json())  # what has extra in flight may be given more
+        key = plan.model_dump_json()  # only of what has extra in flight it says how many, and that may be given more
         if key in self._known:  # of another candidate
             known = self._known[key]
             return known and known.of(candidate)

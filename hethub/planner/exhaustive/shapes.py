@@ -25,7 +25,7 @@ def excess(problem: Problem) -> str | None:
     branches = [comb(problem.model.layers - 1, len(shape) - 1) for shape in shapes]
     number, most = schedules * sum(branches), MOST_BOUNDED
     if not number:
-        return "no plan of a schedule that is searched to its end"
+        return f"no plan {'that uses all accelerators' if schedules else 'of a schedule that is searched to its end'}"
     if max(options.values()) > MOST_OPTIONS:
         points = [count * prod(map(options.__getitem__, shape)) for count, shape in zip(branches, shapes, strict=True)]
         if schedules * sum(points) > MOST_POINTS:

@@ -1,4 +1,4 @@
-"""Where candidates come from: every generator is `propose(problem, costs)`.
+"""Where candidates come from: a generator's `propose(problem, costs)`, and `best_cuts` of equal ones.
 
 Start reading: families/, then cuts.py.
 May import: spec, predictor, planner.candidate, planner.estimate, planner.problem.

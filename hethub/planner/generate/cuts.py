@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, to_candidate
-from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.equal import Arrangements, Cuts, Stages, cut_equally, room_for
-from hethub.planner.generate.table import Table, orders, tabulate
+from hethub.planner.generate.table import Table, orders
 from hethub.planner.problem.problem import Problem
 
 PER_SORT = 3  # cuts kept of one combination or number of stages, so that the finalists differ
@@ -78,11 +77,6 @@ class _Kept:
         if kept:
             self.worst = kept[-1].seconds if len(kept) == self.number else float("inf")
             self.limit = self.worst if self.by_depth else min(self.worst, ESTIMATE_ERR * kept[0].seconds)
-
-
-def propose(problem: Problem, costs: Estimator, number: int) -> list[Candidate]:
-    """The best cuts over all settings, best first."""
-    return best_cuts(problem, tabulate(problem, costs.unit_costs), number)
 
 
 def best_cuts(

@@ -146,7 +146,7 @@ def _most_layers(problem: Problem, table: Table, own: Arrangements) -> np.ndarra
         own_memory = Coefficients(*(part.take(at) for part in memory))
         fitting = own_memory.most_layers(microbatches, shared, table.capacity[:, sort].take(row))
         most[stage] = np.minimum(most.take(stage), np.floor(fitting))
-    return np.maximum(most, -1)
+    return most
 
 
 def _spread(total: int, stages: Stages, per_layer: np.ndarray, extra: np.ndarray, most: np.ndarray) -> np.ndarray:

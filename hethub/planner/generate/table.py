@@ -3,7 +3,7 @@ all combinations as arrays, so that thousands are estimated at once."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -105,12 +105,11 @@ class Table:
         """Some of the combinations, in the order given."""
         rows = np.asarray(rows, dtype=np.int64)
         arrays = {name: getattr(self, name)[rows] for name in _ARRAYS}
-        return Table(
-            used=self.used,
+        return replace(
+            self,
             combinations=tuple(self.combinations[row] for row in rows),
             examples=tuple(self.examples[row] for row in rows),
             memory=Coefficients(*(part[rows] for part in self.memory)),
-            memory_counts=self.memory_counts,
             **arrays,
         )
 

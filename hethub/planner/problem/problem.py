@@ -109,9 +109,9 @@ class Problem:
         return tuple(k for k, own in every if any(len(machine) >= least for machine in own.machines))
 
     def degrees_of(self, device_type: int) -> list[int]:
-        """The degree given, or the powers of two among the degrees that a machine of the device type can hold."""
+        """The degree given, or the powers of two, where a machine of the device type can hold them."""
         if self.constraints.tp:
-            return [self.constraints.tp]
+            return [self.constraints.tp] if device_type in self.usable else []
         widest = max(map(len, self.device_types[device_type].machines))
         return [d for d in self.degrees if d <= widest and d & (d - 1) == 0]
 

@@ -3,7 +3,7 @@
 from itertools import product
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hethub.planner.candidate.samples import Worker, divide, earliest_finish, largest_able
@@ -12,11 +12,13 @@ workers = st.builds(
     lambda b, first, more: Worker(b, tuple(first + more * i for i in range(b))),
     st.integers(1, 4),
     st.floats(0.5, 4.0),
-    st.floats(0.1, 2.0),
+    st.just(0.0) | st.floats(0.1, 2.0),
 )
+LEVEL, STEEP = Worker(2, (4.0, 4.0)), Worker(1, (1.0,))  # two samples take as long as one: both end at once
 
 
 @settings(deadline=None)
+@example([LEVEL, LEVEL, LEVEL, STEEP], 7)
 @given(st.lists(workers, min_size=2, max_size=3), st.integers(3, 12))
 def test_samples_are_divided_with_the_earliest_finish(given_workers, total):
     counts = divide(total, given_workers)

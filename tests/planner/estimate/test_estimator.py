@@ -14,7 +14,9 @@ from hethub.planner.estimate.stage_times import StageTimes
 from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
+from hethub.spec.plan import Offload, ScheduleName
 from tests.planner.problems import TINY, cluster
 
 SLOW, FAST = ReplicaGroup(0, 1, 2, 1), ReplicaGroup(1, 1, 3, 1)
@@ -71,6 +73,9 @@ def test_no_estimate_is_below_what_the_busiest_replica_computes() -> None:
     for candidate in candidates:
         assert bounded.least(candidate) == estimated.least(candidate)
         assert estimated.least(candidate) <= estimated.seconds(candidate)
+        thrown_away = any(own.recompute == "full" for own in candidate.stages)  # nothing is left to put off
+        possible = not (thrown_away and candidate.pattern.schedule == "zero_bubble")
+        assert (estimated.seconds(candidate) < float("inf")) == possible
         assert [estimated.samples(candidate, s) for s in range(len(candidate.stages))] == [
             bounded.samples(candidate, s) for s in range(len(candidate.stages))
         ]
@@ -114,3 +119,45 @@ def test_stages_of_unlike_widths_are_estimated_together_as_alone() -> None:
         for sort, group in enumerate(one.stage.groups):
             allowed = times.room(one.stage, group, one.place, one.pattern, slack=1.02)
             assert [figure[index, sort] for figure in room] == pytest.approx(list(allowed))
+
+
+WIDE = TINY.replace(layers=8, hidden=2048, heads=16, kv_heads=16, ffn=5632, vocab=32000, max_seq_len=2048)
+FOUR = ClusterSpec.model_validate(
+    {
+        "name": "four",
+        "nodes": [
+            {
+                "name": "n", "count": 2, "accelerator": "A100-SXM4-80GB", "accelerators": 2, "nics": 1, "gbps_per_nic": 100,
+                "host_memory_gb": 512,
+            }
+        ],
+    }
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("offload", [(), ("optimizer",), ("parameters",), ("optimizer", "parameters")])
+def test_what_replicas_sum_gather_and_fetch_is_estimated_as_it_is_predicted(
+    zero: int, offload: tuple[Offload, ...]
+) -> None:
+    """A model of half a billion parameters over 100 Gbit/s: from one mode to another a step is up to twice as long."""
+    asked = pose(WIDE, FOUR, Batch(32, 1024, "bf16"))
+    costs = Estimator(asked)
+    one = Candidate((CandidateStage(8, (ReplicaGroup(0, 1, 4, 4),), zero=zero, offload=offload),))
+    found = Evaluator(asked, costs).evaluate(one)
+    assert found is not None
+    assert costs.seconds(one) == pytest.approx(found.seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+@pytest.mark.parametrize(("stages", "tied_head"), [(2, False), (2, True), (4, False)])
+def test_few_microbatches_through_a_pipeline_are_estimated_as_they_are_predicted(
+    stages: int, tied_head: bool, schedule: ScheduleName
+) -> None:
+    """Eight samples: fill, drain, what is reduced behind it, and the sum of a tied head's gradients are much of a step."""
+    asked = pose(WIDE.replace(name="wide", tied_head=tied_head), FOUR, Batch(8, 1024, "bf16"))
+    costs = Estimator(asked)
+    own = stage(8 // stages, ReplicaGroup(0, 1, 1, 4 // stages))
+    found = Evaluator(asked, costs).evaluate(Candidate((own,) * stages, pattern=Pattern(schedule)))
+    assert found is not None
+    assert costs.seconds(found.candidate) == pytest.approx(found.seconds, rel=0.05)

@@ -12,7 +12,7 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
-from hethub.spec.plan import ReplicaSpec, StageSpec
+from hethub.spec.plan import Offload, ReplicaSpec, StageSpec
 from tests.planner.problems import TINY, cluster, every_plan, kind_of
 
 
@@ -61,4 +61,24 @@ def test_an_accelerator_alone_on_its_island_has_no_communicator(others):
     device_type = next(index for index, own in enumerate(problem.device_types) if own.accelerator.name == "T4")
     coefficients = UnitCosts(problem).coefficients(device_type, 1, 1, Mode("none", problem.usual_zero))
     mine = coefficients.fixed(6, 1, ONLY) + coefficients.state(6, ONLY)
+    assert mine == pytest.approx(found.bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("micro_batch", [2, 3, 16, 33])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("offload", [(), ("optimizer",)])
+def test_between_probed_micro_batches_and_without_the_optimizers_state_a_rank_holds_what_the_predictor_says(
+    micro_batch: int, zero: int, offload: tuple[Offload, ...]
+) -> None:
+    """A model whose state and whose activations are both many times what the framework takes."""
+    model = TINY.replace(layers=8, hidden=2048, heads=16, kv_heads=16, ffn=5632, vocab=32000, max_seq_len=2048)
+    on = ClusterSpec.model_validate(
+        {"name": "two", "nodes": [{"name": "n", "accelerator": "A100-SXM4-80GB", "accelerators": 2}]}
+    )
+    problem = pose(model, on, Batch(80, 1024, "bf16"))
+    replicas = tuple(ReplicaSpec(ranks=(rank,), micro_batch=micro_batch, samples=40) for rank in range(2))
+    plan = problem.plan("1f1b", [StageSpec(layers=((0, 8),), replicas=replicas, zero=zero, offload=offload)])
+    (found, _) = rank_memory(bind(plan, model, on))
+    coefficients = UnitCosts(problem).coefficients(0, 1, micro_batch, Mode("none", zero, offload))
+    mine = coefficients.fixed(8, 1, ONLY) + coefficients.state(8, ONLY) / (2 if zero else 1)
     assert mine == pytest.approx(found.bytes, rel=0.01)

@@ -69,6 +69,7 @@ LARGER: list[tuple[int, int, int, dict[str, Any], str]] = [
     (32, 4, 32, {}, "plans, of at most 3e+07"),
     (64, 6, 8, {"micro_batch": 1}, "of at most 150,000"),
     (6, 3, 6, {"schedule": "layered"}, "no plan of a schedule that is searched to its end"),
+    (6, 6, 6, {"tp": 2}, "no plan that uses all accelerators"),
 ]
 
 

@@ -5,6 +5,8 @@ import re
 import pytest
 
 from hethub.planner import plan
+from hethub.planner.explain.infeasible import _free_constraints, _less_reserve, _more_nodes, _shorter
+from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
@@ -80,3 +82,26 @@ def test_the_usual_reserve_is_named_where_it_helps() -> None:
     cluster = ClusterSpec.model_validate({"name": "alone", "nodes": [node]})
     with pytest.raises(BadInput, match=r"A plan fits with constraints\.reserve: 0\.06"):
         plan(TINY, cluster, Batch(8, 64, "bf16"), ConstraintsSpec(reserve=0.99), with_bounds=False)
+
+
+def test_the_changes_tried_are_the_smallest_first() -> None:
+    nodes = [
+        {"name": name, "accelerator": accelerator, "accelerators": own, "count": count, "gbps_per_nic": 100}
+        for name, accelerator, own, count in (("few", "MI300X", 2, 1), ("many", "A100-SXM4-80GB", 8, 8))
+    ]
+    cluster = ClusterSpec.model_validate({"name": "both", "nodes": nodes})
+    given = ConstraintsSpec(reserve=0.5, pp=2, zero=1)
+    problem = pose(TINY, cluster, Batch(256, 64, "bf16"), given)
+    assert [change.words for change in _free_constraints(problem)] == [
+        "constraints.zero left free", "constraints.pp left free",
+    ]  # fmt: skip
+    assert [change.problem.constraints for change in _free_constraints(problem)] == [
+        given.replace(zero=None), given.replace(pp=None),
+    ]  # fmt: skip
+    assert [change.problem.constraints.reserve for change in _less_reserve(problem)] == [0.06, 0.02]
+    little = problem.with_constraints(ConstraintsSpec(reserve=0.05))
+    assert [change.problem.constraints.reserve for change in _less_reserve(little)] == [0.02]
+    assert [change.problem.batch.seq_len for change in _shorter(problem)] == [48, 32, 24, 16, 8]
+    more = list(_more_nodes(problem))  # of those with the most memory an eighth, a quarter, … up to four times as many
+    assert [change.problem.size for change in more] == [66 + 8 * own for own in (1, 2, 4, 8, 16, 24)]
+    assert more[0].words == "1 more of node 'many' (8 A100-SXM4-80GB each)"

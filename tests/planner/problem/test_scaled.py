@@ -5,6 +5,7 @@ import pytest
 from hethub.planner.problem.scaled import Scale, scaled
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.node_links import NodeLinks
+from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from tests.planner.problems import answer, mixed
 
@@ -16,6 +17,51 @@ def test_faster_links_and_compute_never_make_the_best_plan_slower():
         scaled(problem.cluster, Scale(compute={k.accelerator.name: 1.1 for k in problem.device_types}, in_node=1.1))
     )
     assert answer(better).seconds <= best.seconds
+
+
+def test_every_figure_is_scaled_by_its_own_factor_and_by_no_other() -> None:
+    own = {**find_accelerator("A100-SXM4-80GB").to_dict(), "name": "own", "peer_gbytes_per_second": 50}
+    node = {"name": "a", "accelerator": own, "accelerators": 8, "nics": 2, "gbps_per_nic": 100, "count": 2}
+    links = {
+        "in_node": {"gbytes_per_second": 200},
+        "between_islands": {"gbps_per_node": 40},
+        "racks": [{"name": "west", "nodes": ["a"], "gbps": 400}],
+        "staging": {"gbytes_per_second": 12, "per_host_gbytes_per_second": 40},
+        "regions": {"names": ["x"], "of_node": {"a": "x"}, "gbps": [[100]]},
+    }
+    cluster = ClusterSpec.model_validate({"name": "all", "nodes": [node], "links": links})
+    name, of = (
+        cluster.nodes[0].device.name,
+        {"compute": 3.0, "memory": 5.0, "in_node": 7.0, "network": 11.0, "bridge": 13.0},
+    )
+    found = scaled(cluster, Scale(**{**of, "compute": {name: of["compute"]}}))  # type: ignore[arg-type]
+
+    def figures(at: ClusterSpec) -> dict[str, list[float]]:
+        device, own = at.nodes[0].device, at.links
+        assert own.in_node.gbytes_per_second
+        assert own.between_islands.gbps_per_node
+        assert own.staging.gbytes_per_second
+        assert own.staging.per_host_gbytes_per_second
+        assert own.regions
+        assert at.nodes[0].gbps_per_nic
+        return {
+            "compute": [device.peak_flops("bf16") or 0.0, device.memory_gbytes_per_second],
+            "memory": [device.memory_gb],
+            "in_node": [
+                device.link_gbytes_per_second,
+                device.peer_gbytes_per_second or 0.0,
+                own.in_node.gbytes_per_second,
+            ],
+            "network": [at.nodes[0].gbps_per_nic, own.racks[0].gbps, own.regions.gbps[0][0]],
+            "bridge": [
+                own.between_islands.gbps_per_node,
+                own.staging.gbytes_per_second,
+                own.staging.per_host_gbytes_per_second,
+            ],
+        }
+
+    for key, before in figures(cluster).items():
+        assert figures(found)[key] == pytest.approx([of[key] * own for own in before]), key
 
 
 def test_the_fastest_link_that_a_file_may_name_can_be_faster() -> None:

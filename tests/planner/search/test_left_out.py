@@ -58,6 +58,7 @@ def test_what_helps_is_used():
 
 
 UNEVEN = cluster(("amd", 3, 0.05, 4.0), ("nvidia", 2, 0.1, 4.0), ("amd", 1, 0.1, 4.0))
+NARROW = cluster(("nvidia", 4, 0.1, 4.0), *[("amd", 1, 0.1, 4.0)] * 2)
 SINGLES = cluster(*[("nvidia", 1, 0.1, 4.0)] * 3, *[("amd", 1, 0.05, 4.0)] * 2)
 
 
@@ -75,10 +76,12 @@ SINGLES = cluster(*[("nvidia", 1, 0.1, 4.0)] * 3, *[("amd", 1, 0.05, 4.0)] * 2)
         (MIXED, 16, {"zero": 0, "pp": 1}, 2),
         (UNEVEN, 16, {"tp": 2}, 4),
         (UNEVEN, 16, {"tp": 2, "pp": 1, "dp": 1}, 2),
+        (NARROW, 16, {"tp": 2}, 4),
     ],
 )
 def test_what_a_part_can_do_is_not_refused(whole, batch, given, most):
-    """Some was refused as too few samples or layers for all accelerators, some as a degree that leaves a node a rest."""
+    """Some was refused as too few samples or layers for all accelerators, some as a degree that leaves a node a rest; of
+    two machines that are both narrower than the degree a replica was to be made, a traceback."""
     found = plan(TINY, whole, (batch, 64, "fp32"), ConstraintsSpec.model_validate(given), with_bounds=False).plan
     assert 1 <= whole.size - len(found.unused) <= most
 

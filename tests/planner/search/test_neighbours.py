@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch
 from hethub.planner.search.neighbours import neighbours
-from tests.planner.problems import incumbent_of, mixed
+from tests.planner.problems import TINY, cluster, incumbent_of, mixed
 
 SLOW, FAST = ReplicaGroup(0, 1, 2, 2), ReplicaGroup(1, 1, 2, 2)
 TWO = Candidate((CandidateStage(1, (SLOW,)), CandidateStage(5, (FAST,))))
@@ -60,3 +62,35 @@ def test_chunks_that_take_turns_stay_in_step():
     assert near
     assert all(own.is_in_step for own in near)
     assert not all(own.is_in_step for own in neighbours(halves, costs) if own.pattern.chunks == 1)
+
+
+def test_all_layers_stay_and_every_stage_keeps_one() -> None:
+    for near in neighbours(TWO, incumbent_of(mixed()).costs):
+        assert sum(stage.layers for stage in near.stages) == 6
+        assert min(stage.layers for stage in near.stages) >= 1
+        assert all(stage.nudges == () or any(stage.nudges) for stage in near.stages)
+
+
+def test_an_odd_number_of_replicas_has_no_twice_the_degree() -> None:
+    """One of three would be left over."""
+    problem = pose(TINY, cluster(("amd", 4, 0.1, 4.0)), Batch(16, 64, "fp32"))
+    degrees = {
+        number: {
+            own.tp
+            for near in neighbours(
+                Candidate((CandidateStage(6, (SLOW._replace(number=number),)),)), incumbent_of(problem).costs
+            )
+            for own in near.stages[0].groups
+        }
+        for number in (3, 4)
+    }
+    assert degrees == {3: {1}, 4: {1, 2}}
+
+
+def test_what_some_stages_offload_may_stay_on_the_device_in_all() -> None:
+    """What some of all stages move is taken back from all of them, and not asked of the others."""
+    one = SLOW._replace(number=1)
+    plain = Candidate(tuple(CandidateStage(2, (own,)) for own in (one, one, FAST)))
+    moved = [replace(stage, offload=("optimizer",)) for stage in plain.stages[:2]]
+    near = neighbours(replace(plain, stages=(*moved, plain.stages[2])), incumbent_of(mixed()).costs)
+    assert plain in near

@@ -118,7 +118,7 @@ def _shared_steps(problem: Problem, unit_costs: UnitCosts, recompute: Recompute,
         return max(computing, beside) + unit_costs.network.fit["overlap_cost"] * min(computing, beside)
 
     found = set()
-    for seconds in {t for curve in curves for size, t in curve.items() if fixed in (None, size)}:
+    for seconds in {seconds for end in ends for seconds in end}:
         batches = [own[bisect_right(end, seconds)] for own, end in zip(largest, ends, strict=True)]
         if 0 not in batches and (fixed is None or set(batches) == {fixed}):
             microstep = sum(size * number for size, number in zip(batches, numbers, strict=True))
@@ -142,8 +142,8 @@ def _replicas(problem: Problem, steps: _Steps) -> list[Replica] | None:
 
 def _largest_fitting(problem: Problem, unit_costs: UnitCosts, mode: Mode) -> list[int]:
     """By device type, the largest micro-batch that the job allows and with which its ranks fit; 0 where none does."""
-    widest, given = min(max(problem.micro_batches), problem.batch.global_batch), problem.constraints.micro_batch
+    widest = max(problem.micro_batches)
     return [
-        largest_able(partial(_fits, problem, unit_costs, k, mode), given or problem.at_most(k, widest))
+        largest_able(partial(_fits, problem, unit_costs, k, mode), problem.at_most(k, widest))
         for k in range(len(problem.device_types))
     ]
