@@ -8,6 +8,7 @@ from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.node_links import through_host
 from hethub.predictor.cost.profile import LinkTiming, ProfileSpec
+from hethub.predictor.cost.resources import Resource
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
@@ -47,10 +48,11 @@ def test_a_tied_head_on_other_ranks_is_summed_between_the_ends() -> None:
 def test_spread_sends_use_every_interface() -> None:
     on = cluster(("A100-SXM4-80GB", 2, 8), gbps=25)
     layout = uniform(LLAMA_8B, on, tp=8, pp=2, micro_batch=4, batch=8, seq=4096)
-    alone, spread = (
-        PlanCosts(layout, Software(spread_boundaries=given), packaged()).boundary(0, 0, 0, 4) for given in (False, True)
-    )
-    assert spread < alone / 4
+    costs = PlanCosts(layout, Software(spread_boundaries=True), packaged())
+    num_bytes, network = 4 * 4096 * LLAMA_8B.hidden * 2, costs.network
+    gathered = network.all_gather(network.group(range(8, 16)), num_bytes)
+    wire = network.link(0, 8).latency_seconds + num_bytes / network.rate(Resource("cards", 0))
+    assert costs.boundary(0, 0, 0, 4) == pytest.approx(wire + gathered)
 
 
 def test_gathers_beside_compute_cost_a_part_of_themselves() -> None:

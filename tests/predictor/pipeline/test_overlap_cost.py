@@ -127,6 +127,21 @@ def test_beside_a_layer_goes_what_the_next_needs_and_the_last_left() -> None:
     assert beside_backward(weights, sums) == [2 + 40, 4 + 10, 1 + 20]
 
 
+def test_rounds_go_beside_the_layers_of_their_pass() -> None:
+    """The model's ends go with its outer layers, and a backward passes these from the last one: what compute hides of a layer's
+    sums depends on which layer is beside it."""
+    on, model = cluster(("A100-SXM4-80GB", 2, 1), gbps=100), LLAMA_8B.replace(layers=3)
+    layout = uniform(model, on, tp=1, pp=1, micro_batch=1, batch=8, seq=4096, zero=3)
+    state = PlanCosts(layout, HETHUB, packaged()).state
+    whole = state.whole[0]
+    (a, b, c), (x, y, z) = state.gather_seconds(0, whole), state.reduce_seconds(0, whole)
+    assert a != c
+    layer = b + y  # of compute, which hides the two of an inner layer and not those of an outer one
+    hidden = [max(0.0, beside - layer) for beside in (b + x, a + z, c + y)]
+    shown = sum(hidden) + COST * (a + b + c + x + y + z - sum(hidden))
+    assert state.round_seconds(0, (1.0, 3 * layer), whole)[1] == pytest.approx(shown)
+
+
 def test_a_pass_of_other_frameworks_hides_in_its_own_compute() -> None:
     """All of a pass's communication may be under way at once: a forward of no time shows all of it, a long backward none, but
     for its first layer's part."""

@@ -13,6 +13,7 @@ from hethub.predictor.cost.resources import Resource
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
+from hethub.predictor.pipeline.step import step_times
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.state import StateMap
@@ -131,6 +132,44 @@ def test_a_replica_steps_as_long_as_its_rank_with_the_largest_share() -> None:
         costs = PlanCosts(one_stage(on, [0, 1], [2, 3], state_shares={rank: 0.7}), HETHUB, packaged())
         expected = costs.layer_cost(0).optimizer(0.7 * LLAMA_8B.parameters)
         assert costs.optimizer(0, 0) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_weights_come_once_the_slowest_owner_has_stepped(zero: int) -> None:
+    """To all alike, in every shortcut, whichever replica that is."""
+    seconds = []
+    for devices in (("A100-SXM4-80GB", "L4"), ("L4", "A100-SXM4-80GB")):
+        on = cluster(*((device, 1, 1) for device in devices), gbps=400)
+        layout = one_stage(on, [0], [1], zero=zero)
+        costs = PlanCosts(layout, HETHUB, packaged())
+        assert max(costs.optimizer(0, r) for r in range(2)) > 5 * min(costs.optimizer(0, r) for r in range(2))
+        seconds += [step_times(layout, costs, full=full).seconds for full in (False, True)]
+    assert seconds == [pytest.approx(seconds[0])] * 4
+
+
+@pytest.mark.parametrize("what", ["parameters", "activations"])
+def test_copies_take_as_long_as_on_the_rank_with_the_slowest_host(what: str) -> None:
+    """Whichever comes first: an A100's PCIe has half the rate of an H100's."""
+    seconds = []
+    for devices in (("A100-SXM4-80GB", "H100-SXM5-80GB"), ("H100-SXM5-80GB", "A100-SXM4-80GB")):
+        on = cluster(*((device, 1, 1) for device in devices))
+        costs = PlanCosts(one_stage(on, [0, 1], offload=[what]), HETHUB, packaged())
+        found = costs.microbatch(0, 0, 1)
+        seconds.append((found.forward.dp, found.backward.dp))
+        if what == "parameters":  # alone beside a forward too short to hide any
+            copied = 2 * costs.state.most_parameters(0) / (32e9 * packaged().links["host_copy_fraction"])
+            assert sum(costs.state.gather_seconds(0, costs.state.whole[0])) == pytest.approx(copied, rel=1e-3)
+    assert seconds[0] == seconds[1]
+    assert seconds[0][0] > 0
+
+
+def test_unlike_degrees_sum_what_the_narrowest_ranks_hold() -> None:
+    """A rank of a narrow replica takes part in the sums of several positions."""
+    narrow, wide, both = (
+        PlanCosts(one_stage(cluster(("A100-SXM4-80GB", 1, ranks[-1][-1] + 1)), *ranks), HETHUB, packaged())
+        for ranks in (([0, 1], [2, 3]), ([0, 1, 2, 3], [4, 5, 6, 7]), ([0, 1, 2, 3], [4, 5]))
+    )
+    assert both.state.most_parameters(0) == narrow.state.most_parameters(0) > 1.9 * wide.state.most_parameters(0)
 
 
 def test_uneven_shares_cost_what_cephalo_found() -> None:

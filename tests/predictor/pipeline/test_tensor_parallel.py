@@ -11,7 +11,7 @@ from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.spec.layout.bind import Layout
-from tests.predictor.plans import LLAMA_8B, cluster, uniform
+from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
 
 ON = cluster(("H100-SXM5-80GB", 1, 4))
 
@@ -79,6 +79,27 @@ def test_rehearsals_and_other_programs_sum_behind() -> None:
     layout = uniform(LLAMA_8B, ON, tp=4, pp=1, micro_batch=1, batch=4, seq=4096)
     theirs = PlanCosts(layout, Software(sums_beside_weights=False), packaged())
     assert theirs.microbatch(0, 0, 1).backward.tp == pytest.approx(2 * 32 * once(theirs))
+
+
+def test_cpus_sum_behind() -> None:
+    """With the cores that would compute beside it."""
+    on = cluster(("CPU-core", 1, 2))
+    layout = uniform(TINY, on, tp=2, pp=1, micro_batch=1, batch=2, seq=64, precision="fp32")
+    costs = PlanCosts(layout, HETHUB, packaged())
+    each = costs.network.all_reduce(costs.network.group(range(2)), 64 * TINY.hidden * 4)
+    assert costs.microbatch(0, 0, 1).backward.tp == pytest.approx(TINY.layers * 2 * each)
+
+
+def test_replicas_on_a_bridge_and_beside_it_are_priced_apart() -> None:
+    """Of one machine and device, the first on a pair's bridge, the second over PCIe."""
+    on = cluster(("H100-NVL-94GB", 1, 6))
+    layout = uniform(LLAMA_8B, cluster(("H100-NVL-94GB", 1, 4)), tp=2, pp=1, micro_batch=1, batch=2, seq=4096)
+    (stage,) = layout.plan.stages
+    replicas = [r.replace(ranks=ranks) for r, ranks in zip(stage.replicas, ((0, 1), (3, 4)), strict=True)]
+    plan = layout.plan.replace(stages=(stage.replace(replicas=tuple(replicas)),), unused=(2, 5))
+    costs = PlanCosts(Layout(plan, LLAMA_8B, on), HETHUB, packaged())
+    bridged, hosted = (costs.microbatch(0, replica, 1).forward.tp for replica in range(2))
+    assert hosted > 3 * bridged
 
 
 def test_a_forward_that_runs_again_sums_again() -> None:
