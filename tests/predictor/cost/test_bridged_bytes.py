@@ -98,6 +98,14 @@ def test_a_bridged_sum_takes_as_long_as_its_busiest_direction() -> None:
     assert found.all_reduce(group, 8e9) == pytest.approx(2 * 0.5 * 8e9 / 8 / found.staging_rate, rel=0.01)
 
 
+def test_rings_inside_islands_go_round_their_own_ranks() -> None:
+    """Of eight ranks each link carries seven eighths, whatever the other islands have."""
+    links = {"in_node": {"gbytes_per_second": 1.0}, "staging": {"gbytes_per_second": 1e4}}
+    found = Network(ClusterSpec.model_validate({**network((8, 8)).cluster.to_dict(), "links": links}))
+    ring = 7 / 8 * 8e9 / (1e9 * found.fit["pcie_fraction"])
+    assert found.reduce_scatter(found.group(range(16)), 8e9) == pytest.approx(ring, rel=0.01)
+
+
 def test_links_carry_either_way_what_the_routes_send() -> None:
     found = network((24, 8))
     group, slow = found.group(range(32)), 3  # the machine of the eight

@@ -47,6 +47,7 @@ def test_a_tied_head_on_other_ranks_is_summed_between_the_ends() -> None:
 
 def test_spread_sends_use_every_interface() -> None:
     on = cluster(("A100-SXM4-80GB", 2, 8), gbps=25)
+    on = on.replace(nodes=(on.nodes[0].replace(nics=2),))
     layout = uniform(LLAMA_8B, on, tp=8, pp=2, micro_batch=4, batch=8, seq=4096)
     costs = PlanCosts(layout, Software(spread_boundaries=True), packaged())
     num_bytes, network = 4 * 4096 * LLAMA_8B.hidden * 2, costs.network

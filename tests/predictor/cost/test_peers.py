@@ -86,6 +86,11 @@ def test_a_replica_over_machines_is_told_over_their_cards() -> None:
     assert seconds == pytest.approx(BYTES / card, rel=0.01)
 
 
+def test_a_rank_alone_on_its_machine_slows_no_ring() -> None:
+    """It has no peer there; the other two have the pair's link."""
+    assert bus(cluster("MI300X"), 0, 1, 8) == pytest.approx(64, rel=0.01)
+
+
 def test_slow_links_of_a_scenario_slow_pairs_too() -> None:
     on = cluster("MI300X")
     assert message(scaled(on, Scale(in_node=0.6)), 0, 1) == pytest.approx(0.6 * 64, rel=0.01)

@@ -127,19 +127,20 @@ def test_beside_a_layer_goes_what_the_next_needs_and_the_last_left() -> None:
     assert beside_backward(weights, sums) == [2 + 40, 4 + 10, 1 + 20]
 
 
-def test_rounds_go_beside_the_layers_of_their_pass() -> None:
-    """The model's ends go with its outer layers, and a backward passes these from the last one: what compute hides of a layer's
-    sums depends on which layer is beside it."""
-    on, model = cluster(("A100-SXM4-80GB", 2, 1), gbps=100), LLAMA_8B.replace(layers=3)
-    layout = uniform(model, on, tp=1, pp=1, micro_batch=1, batch=8, seq=4096, zero=3)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_rounds_go_beside_the_layers_of_their_pass(stage: int) -> None:
+    """Embedding and head go with the layer beside them, and a backward passes layers from the last one: compute that hides
+    such a layer's weights, and no more, leaves a part of such sums."""
+    on, model = cluster(("A100-SXM4-80GB", 4, 1), gbps=100), LLAMA_8B.replace(layers=6)
+    layout = uniform(model, on, tp=1, pp=2, micro_batch=1, batch=8, seq=4096, zero=3)
     state = PlanCosts(layout, HETHUB, packaged()).state
-    whole = state.whole[0]
-    (a, b, c), (x, y, z) = state.gather_seconds(0, whole), state.reduce_seconds(0, whole)
-    assert a != c
-    layer = b + y  # of compute, which hides the two of an inner layer and not those of an outer one
-    hidden = [max(0.0, beside - layer) for beside in (b + x, a + z, c + y)]
-    shown = sum(hidden) + COST * (a + b + c + x + y + z - sum(hidden))
-    assert state.round_seconds(0, (1.0, 3 * layer), whole)[1] == pytest.approx(shown)
+    whole = state.whole[stage]
+    (a, b, c), (x, y, z) = state.gather_seconds(stage, whole), state.reduce_seconds(stage, whole)
+    layer = max(a, c) + y
+    beside = b + x, a + z, c + y  # of the last layer, the one before and the first
+    shown = sum(max(0.0, seconds - layer) for seconds in beside)
+    expected = shown + COST * (sum(beside) - shown)
+    assert state.round_seconds(stage, (1.0, 3 * layer), whole)[1] == pytest.approx(expected)
 
 
 def test_a_pass_of_other_frameworks_hides_in_its_own_compute() -> None:

@@ -22,8 +22,14 @@ from hethub.spec.plan import PlanSpec
 from tests.predictor.plans import LLAMA_8B, cluster, uniform
 
 
-def one_stage(on: ClusterSpec, *replicas: list[int], model: ModelSpec = LLAMA_8B, **stage: Any) -> Layout:
-    given = [{"ranks": ranks, "micro_batch": 1, "samples": 8} for ranks in replicas]
+def one_stage(
+    on: ClusterSpec,
+    *replicas: list[int],
+    model: ModelSpec = LLAMA_8B,
+    shares: tuple[float, ...] | None = None,
+    **stage: Any,
+) -> Layout:
+    given = [{"ranks": ranks, "micro_batch": 1, "samples": 8, "tensor_shares": shares} for ranks in replicas]
     plan = {
         "model": model.name, "cluster": on.name, "global_batch": 8 * len(replicas), "seq_len": 2048, "precision": "bf16",
         "stages": [{"layers": [[0, model.layers]], "replicas": given, "zero": 1, **stage}],
@@ -134,17 +140,33 @@ def test_a_replica_steps_as_long_as_its_rank_with_the_largest_share() -> None:
         assert costs.optimizer(0, 0) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-def test_weights_come_once_the_slowest_owner_has_stepped(zero: int) -> None:
-    """To all alike, in every shortcut, whichever replica that is."""
+@pytest.mark.parametrize(("zero", "share"), [(1, 0.5), (3, 0.5), (1, 0.98)])
+def test_weights_come_once_the_slowest_owner_has_stepped(zero: int, share: float) -> None:
+    """To all alike, in every shortcut, whichever replica that is: the slower one, or the faster one with so large a share."""
     seconds = []
     for devices in (("A100-SXM4-80GB", "L4"), ("L4", "A100-SXM4-80GB")):
-        on = cluster(*((device, 1, 1) for device in devices), gbps=400)
-        layout = one_stage(on, [0], [1], zero=zero)
+        on = cluster(*((device, 1, 1) for device in devices))
+        shares = {devices.index("A100-SXM4-80GB"): share} if share != 0.5 else {}
+        layout = one_stage(on, [0], [1], zero=zero, state_shares=shares)
         costs = PlanCosts(layout, HETHUB, packaged())
-        assert max(costs.optimizer(0, r) for r in range(2)) > 5 * min(costs.optimizer(0, r) for r in range(2))
+        updates = [costs.optimizer(0, replica) for replica in range(2)]
+        assert max(updates) > 5 * min(updates)
         seconds += [step_times(layout, costs, full=full).seconds for full in (False, True)]
     assert seconds == [pytest.approx(seconds[0])] * 4
+
+
+@pytest.mark.parametrize("ends", [([0], [1, 2]), ([0, 1], [2])])
+def test_a_tied_table_is_summed_as_the_narrower_end_holds_it(ends: tuple[list[int], list[int]]) -> None:
+    """All of it, where one end does not cut it."""
+    on, model = cluster(("A100-SXM4-80GB", 1, 3)), LLAMA_8B.replace(tied_head=True)
+    plan = uniform(model, cluster(("A100-SXM4-80GB", 1, 2)), tp=1, pp=2, micro_batch=1, batch=2, seq=1024).plan
+    stages = [
+        stage.replace(replicas=(stage.replicas[0].replace(ranks=tuple(ranks)),))
+        for stage, ranks in zip(plan.stages, ends, strict=True)
+    ]
+    state = PlanCosts(Layout(plan.replace(stages=stages), model, on), HETHUB, packaged()).state
+    summed = state.network.reduce_scatter(state.network.group([0, 1]), 4 * model.vocab * model.hidden)
+    assert state.tied_seconds == pytest.approx(summed)
 
 
 @pytest.mark.parametrize("what", ["parameters", "activations"])
@@ -161,6 +183,17 @@ def test_copies_take_as_long_as_on_the_rank_with_the_slowest_host(what: str) -> 
             assert sum(costs.state.gather_seconds(0, costs.state.whole[0])) == pytest.approx(copied, rel=1e-3)
     assert seconds[0] == seconds[1]
     assert seconds[0][0] > 0
+
+
+def test_a_replica_copies_what_its_fullest_rank_keeps() -> None:
+    """Over a host that compute hides nothing of: of three quarters of the columns more than of half of them."""
+    on = cluster(("A100-SXM4-80GB", 1, 2))
+    on = on.replace(links=on.links.replace(staging=on.links.staging.replace(per_host_gbytes_per_second=0.1)))
+    uneven, even = (
+        PlanCosts(one_stage(on, [0, 1], offload=["activations"], shares=shares), HETHUB, packaged())
+        for shares in ((3.0, 1.0), (1.0, 1.0))
+    )
+    assert uneven.microbatch(0, 0, 1).forward.dp > 1.2 * even.microbatch(0, 0, 1).forward.dp
 
 
 def test_unlike_degrees_sum_what_the_narrowest_ranks_hold() -> None:
