@@ -199,9 +199,11 @@ def test_a_way_that_takes_messages_as_they_come_holds_none_up() -> None:
         assert costs.paces(0, 0, 0)[0] == pytest.approx([each * apart for each in expected])
 
 
-def test_a_chunk_is_summed_from_when_its_last_microbatch_is_through_its_last_layer() -> None:
-    """Layer by layer, the last layer first: over slow links that goes on long after the pass."""
-    on = cluster(("A100-SXM4-80GB", 2, 1), gbps=10)
+@pytest.mark.parametrize(("gbps", "hides"), [(10, False), (1600, True)])
+def test_a_chunk_is_summed_from_when_its_last_microbatch_is_through_its_last_layer(gbps: float, hides: bool) -> None:
+    """Layer by layer, the last layer first: over slow links that goes on long after the pass, over fast ones its first layer's
+    sum is left."""
+    on = cluster(("A100-SXM4-80GB", 2, 1), gbps=gbps)
     plan = uniform(LLAMA_8B, on, tp=1, pp=1, micro_batch=1, batch=4, seq=2048, zero=2).plan
     layout = bind(under("ministages", plan, 2), LLAMA_8B, on)
     costs = PlanCosts(layout, HETHUB, packaged())
@@ -212,9 +214,24 @@ def test_a_chunk_is_summed_from_when_its_last_microbatch_is_through_its_last_lay
         last = [each for each in own if each.action.kind is Kind.BACKWARD][-1]
         (summed,) = [each for each in own if each.action.kind is Kind.REDUCE]
         layer = (last.stop_seconds - last.start_seconds) / 16
-        seconds = sum(costs.state.reduce_seconds(0, portion))
-        assert seconds > 16 * layer
-        assert summed.stop_seconds == pytest.approx(last.start_seconds + layer + seconds, abs=layer / 100)
+        first, *_ = each_layer = costs.state.reduce_seconds(0, portion)
+        assert (sum(each_layer) < 15 * layer) == hides
+        stop = last.stop_seconds + first if hides else last.start_seconds + layer + sum(each_layer)
+        assert summed.stop_seconds == pytest.approx(stop, abs=layer / 100)
+
+
+def test_gradients_put_off_are_summed_from_the_last_of_them_on() -> None:
+    on = cluster(("A100-SXM4-80GB", 4, 1), gbps=10)
+    layout = uniform(LLAMA_8B, on, tp=1, pp=2, micro_batch=1, batch=16, seq=2048, zero=1)
+    costs = PlanCosts(bind(under("zero_bubble", layout.plan), LLAMA_8B, on), HETHUB, packaged())
+    timed = step_times(costs.layout, costs, full=True).timed
+    assert timed is not None
+    for stage in range(2):
+        last = [each for each in timed[stage, 0] if each.action.kind is Kind.WEIGHT][-1]
+        (summed,) = [each for each in timed[stage, 0] if each.action.kind is Kind.REDUCE]
+        seconds = costs.state.reduction(stage).seconds
+        assert seconds > last.stop_seconds - last.start_seconds
+        assert summed.stop_seconds == pytest.approx(last.start_seconds + seconds)
 
 
 @pytest.mark.parametrize("zero", [2, 3])
