@@ -145,7 +145,7 @@ def test_weights_come_once_the_slowest_owner_has_stepped(zero: int, share: float
     """To all alike, in every shortcut, whichever replica that is: the slower one, or the faster one with so large a share."""
     seconds = []
     for devices in (("A100-SXM4-80GB", "L4"), ("L4", "A100-SXM4-80GB")):
-        on = cluster(*((device, 1, 1) for device in devices))
+        on = cluster(*((device, 1, 1) for device in devices), gbps=50)
         shares = {devices.index("A100-SXM4-80GB"): share} if share != 0.5 else {}
         layout = one_stage(on, [0], [1], zero=zero, state_shares=shares)
         costs = PlanCosts(layout, HETHUB, packaged())
