@@ -10,6 +10,7 @@ from hethub.predictor.cost.operators import (
     attention_work,
     beside_sums,
     embedding_work,
+    head_passed_on,
     head_work,
     layer_work,
     weight_work,
@@ -218,7 +219,15 @@ class LayerCost:
 
     def head(self, samples: float, share: float = 1.0) -> PassSeconds:
         """Final norm, output matrix and loss on a rank that holds `share` of the vocabulary."""
-        return self.device.both(head_work(self.model, samples * self.seq_len, share, self.precision))
+        return self._head_once(samples, self.seq_len, share)
+
+    def _head_once(self, samples: float, seq_len: int, share: float) -> PassSeconds:
+        """A loss in chunks makes its gradients with the logits at hand: the backward has but to pass them on."""
+        found = self.device.both(head_work(self.model, samples * seq_len, share, self.precision))
+        if not self.software.chunked_loss:
+            return found
+        passed_on = self.device.seconds(head_passed_on(self.model, samples * seq_len, self.precision))
+        return PassSeconds(found.total - passed_on, passed_on)
 
     def optimizer(self, parameters: Number) -> Number:
         """Seconds to zero and norm the gradients of `parameters`, one count or an array, and step them with AdamW."""

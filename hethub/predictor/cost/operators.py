@@ -203,6 +203,11 @@ def head_work(model: ModelSpec, tokens: float, share: float, precision: MathPrec
     )
 
 
+def head_passed_on(model: ModelSpec, tokens: float, precision: MathPrecision) -> Work:
+    """What is left for the backward of a head whose loss made its gradients: to scale them and to pass the final norm."""
+    return Work.of((), 0, 0.0, 5.0 * tokens * model.hidden * element_bytes(precision), 3)
+
+
 def model_flops(model: ModelSpec, samples: float, seq_len: int) -> float:
     """FLOPs the model needs for a step: 6 N per token, attention by the keys that a query sees, recompute excluded.
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from hethub.predictor.cost.constants import Constants
 from hethub.predictor.cost.layer import LayerCost, Number, PassSeconds
-from hethub.predictor.cost.operators import embedding_work, head_work
+from hethub.predictor.cost.operators import embedding_work
 from hethub.predictor.cost.profile import Corrections, DeviceProfile, LayerTiming, PartTiming
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.model import ModelSpec
@@ -43,7 +43,7 @@ class ProfiledLayerCost(LayerCost):
             return super()._layer_once(samples, seq_len, share)
         if part == "embedding":
             return self.device.both(embedding_work(self.model, samples * seq_len, self.precision))
-        return self.device.both(head_work(self.model, samples * seq_len, share, self.precision))
+        return self._head_once(samples, seq_len, share)
 
     def _corrected(self, part: Part, samples: float, seq_len: int, share: float) -> PassSeconds:
         ratios = self._ratios.get(part)
