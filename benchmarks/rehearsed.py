@@ -2,8 +2,9 @@
 
 Random plans that nobody chose (any schedule, ZeRO level, tensor-parallel degrees, shares, recompute and offload; gradients
 clipped as by default) on random emulated clusters of two makers, with layers so small that latencies and updates count as
-much as compute. Seconds per layer and byte are the predictor's; order, waits and overlap are those of real ranks. Prints
-every plan's predicted and emulated step as it comes, then the errors of those whose pace these cores could keep. Exit
+much as compute, links that hide all, some or little of what goes over them, and heads smaller and larger than a layer.
+Seconds per layer and byte are the predictor's; order, waits and overlap are those of real ranks. Prints every plan's
+predicted and emulated step as it comes, then the errors of those whose pace these cores could keep. Exit
 code 1 where a bound is missed.
 """
 
@@ -32,6 +33,7 @@ from tests.support.layouts import Case
 ACCELERATORS = {"n": ("A100-SXM4-80GB", "T4", "V100-PCIe-16GB"), "a": ("MI250X-GCD",)}
 SEQ_LEN, HIDDEN, FFN = 32, 64, 176
 LAYERS = 2  # for each of a case's: what is hidden behind another layer needs one
+VOCABULARIES = (101, 1024)  # a head of less than a layer's parameters, and of more than one's
 MOST_MEAN_PERCENT, MOST_PERCENT = 4.0, 10.0
 HEAD = ["plan", "ZeRO", "replicas", "predicted ms", "emulated ms", "error %", "overrun %"]
 
@@ -64,12 +66,14 @@ def on_random_cluster(case: Case, draw: random.Random) -> Layout:
                 "name": f"n{len(nodes)}",
                 "accelerator": draw.choice(ACCELERATORS[letter]),
                 "accelerators": len(list(own)),
-                "gbps_per_nic": draw.choice([10, 100]),
+                "gbps_per_nic": draw.choice([3, 10, 100]),
             }
         )
     own = replace(
         case, seq_len=SEQ_LEN, precision="fp32",
-        model=case.model.replace(layers=LAYERS * case.model.layers, hidden=HIDDEN, ffn=FFN),
+        model=case.model.replace(
+            layers=LAYERS * case.model.layers, hidden=HIDDEN, ffn=FFN, vocab=draw.choice(VOCABULARIES)
+        ),
         stages=[{**stage, "layers": [[LAYERS * end for end in chunk] for chunk in stage["layers"]]} for stage in case.stages],
     ).layout()  # fmt: skip
     cluster = ClusterSpec.model_validate({"name": own.cluster.name, "emulated": True, "nodes": nodes})

@@ -218,12 +218,13 @@ class StageTimes:
             np.where(own.numbers > 0, np.maximum(each, copied), 0.0).max(axis=1) for each in (own.forward, own.backward)
         )
         overlap = self._overlap[own.device_types].max(axis=1)
-        scale = np.where(whole, rounds, 1.0)
+        scale, lockstep = np.where(whole, rounds, 1.0), sharded & ~whole
+        # Two layers' sums at most go on beside the next forward, where its weights leave them time.
+        late = np.where(lockstep, np.clip(forward - gather, 0.0, 2 * reduce / own.layers), 0.0)
         ahead, behind = (
             np.maximum(0.0, seconds - scale * compute) * (1 - overlap) + overlap * seconds
-            for seconds, compute in ((gather, forward), (gather + reduce, backward))
+            for seconds, compute in ((gather, forward), (gather + reduce, backward + late))
         )
-        lockstep = sharded & ~whole
         slowed = (forward + backward) / np.maximum(alone.forward + alone.backward, 1e-12)
         longer = np.where(copied.max(axis=1) > 0, alone.busy * np.maximum(slowed, 1.0), alone.busy)
         computing = np.where(lockstep, np.maximum(longer, rounds * (forward + backward)), longer)

@@ -211,11 +211,12 @@ class StageCosts:
         return max(self.cuts.of(self.problem.batch.global_batch))
 
     def options(self, shape: Shape, layers: Sequence[int], stage: int) -> StageOptions:
-        """A stage's options. They depend on its replicas and the ends of the model that it holds; with a tied head
-        also on who holds the other end."""
+        """A stage's options. They depend on its replicas, those beside whose messages its rounds pass, and the ends of the
+        model that it holds; with a tied head also on who holds the other end."""
         ends = (stage == 0, stage == len(shape) - 1)
         others = (shape[0], shape[-1]) if self.problem.model.tied_head and any(ends) else None
-        key = (shape[stage], layers[stage], *ends, others)
+        beside = shape[max(0, stage - 1) : stage + 2] if max(levels(self.problem, shape[stage])) >= 2 else ()
+        key = (shape[stage], beside, layers[stage], *ends, others)
         found = self._options.get(key)
         if found is None:
             modes = [
@@ -259,8 +260,8 @@ class StageCosts:
         device type."""
         spec, own = costs.layout.stages[stage], costs.layout.replica(stage, replica)
         node = costs.layout.cluster.places[own.ranks[0]].node
-        others = spec.ranks if spec.zero >= 2 else None
-        key = (node.name, own.tp, spec.num_layers, ends, spec.recompute, others)
+        others = [each.ranks for each in costs.layout.stages[max(0, stage - 1) : stage + 2]] if spec.zero >= 2 else ()
+        key = (node.name, own.tp, spec.num_layers, ends, spec.recompute, *others)
         found = self._microbatches.get(key)
         if found is None:
             microbatches = [costs.microbatch(stage, replica, size) for size in range(1, self.most + 1)]

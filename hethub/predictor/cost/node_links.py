@@ -1,9 +1,14 @@
 """Rates of links inside a node, by data sheets and the fitted fractions of them: PCIe, dedicated links, host copies."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
+from hethub.predictor.cost.constants import is_cpu
 from hethub.spec.accelerator import AcceleratorSpec
+from hethub.spec.cluster import Place
+from hethub.spec.layout.bind import Layout
 
 PCIE_3_GBYTES_PER_SECOND = 16  # of 16 lanes, each direction; every generation doubles it
 UNKNOWN_GENERATION = 5
@@ -65,3 +70,38 @@ class NodeLinks:
     @property
     def _sheet(self) -> float:
         return self.given_gbytes_per_second or self.device.link_gbytes_per_second
+
+
+@dataclass(frozen=True)
+class HostCopies:
+    """Copies of a layout's state between accelerators and their hosts; where hosts limit, all of a machine that offload
+    copy at once. `fit` are the fitted fractions of data sheets."""
+
+    layout: Layout
+    fit: Mapping[str, float]
+
+    def seconds_per_byte(self, place: Place) -> float:
+        """Of one byte between an accelerator and its host, either way."""
+        return self._seconds_per_byte(place, 1)
+
+    def passing_seconds_per_byte(self, place: Place) -> float:
+        """Of one byte to an accelerator and one back, which pass each other on PCIe: a host that limits carries both, and
+        CPUs that copy themselves do it one after the other."""
+        if is_cpu(place.accelerator) and not self.layout.cluster.emulated:
+            return 2 * self.seconds_per_byte(place)
+        return self._seconds_per_byte(place, 2)
+
+    @cached_property
+    def ranks(self) -> Counter[int]:
+        """By machine, how many of its ranks copy something in a step."""
+        places = self.layout.cluster.places
+        return Counter(places[rank].machine for stage in self.layout.stages if stage.offload for rank in stage.ranks)
+
+    def at_once(self, machines: Iterable[int]) -> int:
+        """How many of them copy something on the busiest of these machines, where hosts limit what they copy."""
+        limited = self.layout.cluster.links.staging.per_host_gbytes_per_second is not None
+        return max(self.ranks[machine] for machine in machines) if limited else 0
+
+    def _seconds_per_byte(self, place: Place, directions: int) -> float:
+        per_host, at_once = self.layout.cluster.links.staging.per_host_gbytes_per_second, self.ranks[place.machine]
+        return 1e-9 / host_gbytes_per_second(place.accelerator, self.fit, per_host, directions * at_once)

@@ -85,28 +85,50 @@ class Collectives:
                 self._wait(stage.reduces(last), self._meet(stage.completing(last), seconds))
 
     def _collect_by_pass(self, stage: StageNodes, sharded: bool) -> None:
-        """Weights brought once per chunk and pass while the pass before runs; where gradients are `sharded`, one
-        reduction per chunk while the next pass runs.
+        """Weights brought once per chunk and pass; where gradients are `sharded`, one reduction per chunk while the next
+        pass runs.
 
-        Two slots of memory: the pass after the next waits for a reduction. Ranks that communicate with the cores that
-        compute do one after the other.
+        Two slots of memory: a pass's first layer comes while the first microbatch passes the last layer before it, the
+        others while it passes this one, and the pass after the next waits for a reduction. Ranks that communicate with the
+        cores that compute do one after the other.
         """
-        stream = self.graph.add_actor()
+        stream, seconds, reduced = self.graph.add_actor(), self.graph.seconds, list[int]()
         passes = sorted((key for key in stage.first if key[0] is not Kind.WEIGHT), key=lambda key: stage.first[key][0])
-        slots = 1 if self.costs.state.by_turns[stage.index] else 2
-        reduced: list[int] = []
+        by_turns = self.costs.state.by_turns[stage.index]
+        slots = 1 if by_turns else self.costs.state.sums_under_way(stage.index)
+        layer = {
+            kind: min(
+                seconds[stage.first[own][0]] / len(self._gathers(stage, *own)) for own in passes if own[0] is kind
+            )
+            for kind, _ in passes
+        }  # of the chunk that has neither embedding nor head, if one has not
         for index, (kind, chunk) in enumerate(passes):
-            portion = self.costs.state.portions[stage.index][chunk]
-            gather = sum(self.costs.state.gather_seconds(stage.index, portion))
-            if gather:
-                started = stage.last[passes[index - slots]] if index >= slots else []
-                self._wait(stage.first[kind, chunk], self._beside(stream, gather, started, ahead=0.0))
-            if sharded and index and passes[index - 1][0] is Kind.BACKWARD:
-                reduced.append(self._reduce_pass(stage, stream, passes[index - 1][1]))
+            before, first = passes[index - 1] if index else None, stage.first[kind, chunk]
+            own, *others = self._gathers(stage, kind, chunk)
+            if own and by_turns:
+                brought = self._beside(stream, own + sum(others), stage.last[before] if before else [], ahead=0.0)
+                self._wait(first, brought)
+            elif own:
+                layers = len(self._gathers(stage, *before)) if before else 1
+                brought = self._beside(stream, own, stage.first[before] if before else [], ahead=1 / layers)
+                self._wait(first, brought)
+            if sharded and before and before[0] is Kind.BACKWARD:
+                reduced.append(self._reduce_pass(stage, stream, before[1]))
                 if len(reduced) >= slots:
-                    self._wait(stage.first[kind, chunk], reduced[-slots])
+                    self._wait(first, reduced[-slots])
+            if others and own and not by_turns:
+                for node in first:
+                    seconds[node] += sum(max(0.0, each - layer[kind]) for each in others)
+                brought = self._beside(stream, sum(others), first)
+                for node in stage.first[passes[index + 1]] if index + 1 < len(passes) else ():
+                    self.graph.needs[node].append((brought, layer[kind]))
         if sharded:
             self._reduce_pass(stage, stream, passes[-1][1])
+
+    def _gathers(self, stage: StageNodes, kind: Kind, chunk: int) -> list[float]:
+        """Seconds to bring each layer of a chunk, in the order of the pass."""
+        found = self.costs.state.gather_seconds(stage.index, self.costs.state.portions[stage.index][chunk])
+        return found if kind is Kind.FORWARD else found[::-1]
 
     def _reduce_pass(self, stage: StageNodes, stream: int, chunk: int) -> int:
         """Adds the reduction of a chunk, layer by layer while the last microbatch passes it, where ranks can do

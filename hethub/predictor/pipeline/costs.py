@@ -7,16 +7,14 @@ from functools import cached_property, partial
 
 from hethub.predictor.cost.cache import layer_cost_of, memoized
 from hethub.predictor.cost.constants import Constants
-from hethub.predictor.cost.layer import LayerCost
+from hethub.predictor.cost.layer import LayerCost, PassSeconds
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.predictor.cost.resources import IN, Link
 from hethub.predictor.cost.software import Software, element_bytes
-from hethub.predictor.memory.activations import kept_of_layer, kept_per_sample
-from hethub.predictor.memory.parameters import replica_widths
 from hethub.predictor.memory.state import optimizer_bytes
-from hethub.predictor.pipeline.overlap import exposed
+from hethub.predictor.pipeline.overlap import Ends
 from hethub.predictor.pipeline.parts import MicrobatchCost, Parts
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.predictor.pipeline.traffic.link_loads import LinkLoads, Paces
@@ -89,14 +87,9 @@ class PlanCosts:
             tuple(node_of.values()) if len(node_of) > 1 else (),  # whose cards and uplinks its sums pass
             spec.tensor_shares,
             self.network.joined(spec.ranks),
-            self._offloading_there(machines),
+            self.state.host_copies.at_once(machines),
             spec.samples if self.state.in_passes(stage) else None,  # which share what goes on beside their passes
         )
-
-    def _offloading_there(self, machines: Sequence[int]) -> int:
-        """How many ranks offload on the busiest of these machines, where hosts limit what they copy."""
-        limited = self.layout.cluster.links.staging.per_host_gbytes_per_second is not None
-        return max(self.state.offloading[machine] for machine in machines) if limited else 0
 
     @cached_property
     def microbatches_alike(self) -> bool:
@@ -177,15 +170,18 @@ class PlanCosts:
         forward, backward, weight = map(max, zip(*each, strict=True))
         tp_forward, tp_backward = self._tensor_parallel_seconds(stage, spec, unlike, samples, portion)
         passes = (forward + tp_forward, backward + tp_backward)
+        messages = self._beside_rings(stage) * self._activation_bytes(samples)
+        beside = (portion, self._ends(unlike, samples, portion), messages)
+        rounds = self.state.round_seconds(stage, (passes[0], passes[1] - weight, weight), *beside)
         slowed = self.state.slowed_passes(stage, passes, portion, samples / spec.samples)
-        dp_forward, dp_backward = map(sum, zip(self.state.round_seconds(stage, passes, portion), slowed, strict=True))
+        dp_forward, dp_backward = rounds[0] + slowed[0], rounds[1] + slowed[1]
         if "activations" in self.layout.stages[stage].offload:
-            shown = [self._offloading(stage, spec, samples, portion.layers, seconds) for seconds in passes]
+            shown = [self.state.copying_seconds(stage, spec, samples, portion.layers, seconds) for seconds in passes]
             dp_forward, dp_backward = dp_forward + shown[0], dp_backward + shown[1]
         return MicrobatchCost(
             Parts(forward, tp_forward, dp_forward),
             Parts(backward - weight, tp_backward, dp_backward),
-            Parts(weight, 0.0, 0.0),
+            Parts(weight, 0.0, rounds[2]),
         )
 
     def _rank_passes(
@@ -198,27 +194,16 @@ class PlanCosts:
         layer = cost.layer(samples, tp, stage_spec.recompute, fraction)
         forward, backward = layer.forward * portion.layers, layer.backward * portion.layers
         late = cost.weight_seconds(samples, tp, fraction) if self.plan.schedule == "zero_bubble" else 0.0
-        weight = portion.layers * late
-        if portion.first:
-            embedding = cost.embedding(samples)
-            forward, backward = forward + embedding.forward, backward + embedding.backward
-        if portion.last:
-            head = cost.head(samples, fraction)
-            forward, backward = forward + head.forward, backward + head.backward
-        return forward, backward, weight
+        for end in self._ends([(fraction, rank)], samples, portion):
+            forward, backward = forward + end[0], backward + end[1]
+        return forward, backward, portion.layers * late
 
-    def _offloading(self, stage: int, spec: ReplicaSpec, samples: int, layers: int, compute: float) -> float:
-        """Seconds that copies of what layers keep, one way beside the next layer's compute, add to a pass."""
-        recompute = self.layout.stages[stage].recompute
-        each = samples * max(
-            kept_of_layer(
-                kept_per_sample(self.layout, widths, self.software, self.width, recompute), recompute, self.software
-            )
-            for widths in dict.fromkeys(replica_widths(self.model, spec, self.software))
-        )
-        places = self.layout.cluster.places
-        slowest = max(self.state.host_seconds_per_byte(places[rank]) for rank in spec.ranks)
-        return exposed(compute, [each * slowest] * layers)
+    def _ends(self, unlike: Sequence[tuple[float, int]], samples: int, portion: Portion) -> Ends:
+        """Forward and backward seconds of a portion's embedding and head on the slowest of these ranks."""
+        costs = [(self.layer_cost(rank), share) for share, rank in unlike]
+        embedding = max(cost.embedding(samples) for cost, _ in costs) if portion.first else PassSeconds(0.0, 0.0)
+        head = max(cost.head(samples, share) for cost, share in costs) if portion.last else PassSeconds(0.0, 0.0)
+        return embedding, head
 
     def _activation_bytes(self, samples: float) -> float:
         """Bytes of the hidden states of `samples` on one rank."""
@@ -281,7 +266,9 @@ class PlanCosts:
         """The same of one rank; offloaded state comes bucket by bucket while the one before is stored, beside the step."""
         own, place = self.state.owned(stage, spec, rank, portion), self.layout.cluster.places[rank]
         moved = optimizer_bytes(self.width) * ("optimizer" in self.layout.stages[stage].offload)
-        return max(self.layer_cost(rank).optimizer(own), own * moved * self.state.host_passing_seconds_per_byte(place))
+        return max(
+            self.layer_cost(rank).optimizer(own), own * moved * self.state.host_copies.passing_seconds_per_byte(place)
+        )
 
     def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
         """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next, or back, the slower of both:
@@ -309,6 +296,21 @@ class PlanCosts:
             ]
             found = self._ways[key] = Link(*map(max, zip(*ways, strict=True)))
         return found
+
+    @memoized
+    def _beside_rings(self, stage: int) -> float:
+        """Seconds for which each byte of a pass's messages takes what the collectives of the stage's rounds pass, too."""
+        group, found = self.state.replica_group(stage, 0), [0.0]
+        passed = {resource.kind for resource in self.network.ring_bytes(group, 1.0, "reduce_scatter")} or {"port"}
+        boundaries = range(max(0, stage - 1), min(stage + 1, self.layout.num_stages - 1))
+        for above in boundaries if self.state.in_rounds(stage) else ():
+            last = [len(self.layout.stages[at].replicas) - 1 for at in (above, above + 1)]
+            sorts = {self.replica_key(stage, own): own for own in range(last[stage - above], -1, -1)}
+            for a, b in ([min(own, most) for most in last] for own in sorts.values()):
+                leaders = self.layout.replica(above, a).ranks[0], self.layout.replica(above + 1, b).ranks[0]
+                if passed & {resource.kind for resource in self.network.path(*leaders).resources}:
+                    found.append(self._way(above, a, above + 1, b).seconds_per_byte)
+        return max(found)
 
     def _shared_way(self, ranks: tuple[int, ...], stages: tuple[int, ...], spread: int) -> Link:
         places, at_once = self.layout.cluster.places, []

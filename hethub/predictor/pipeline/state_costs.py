@@ -1,7 +1,6 @@
 """What a stage's training state costs to keep in step: parameters by rank, gathers, reductions, new weights."""
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -9,8 +8,9 @@ from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.groups import UNEVEN, Group, Operation
 from hethub.predictor.cost.links import Network
-from hethub.predictor.cost.node_links import host_gbytes_per_second
+from hethub.predictor.cost.node_links import HostCopies
 from hethub.predictor.cost.software import Software, element_bytes, gradient_bytes
+from hethub.predictor.memory.activations import kept_of_layer, kept_per_sample
 from hethub.predictor.memory.parameters import (
     Held,
     RankParameters,
@@ -20,9 +20,8 @@ from hethub.predictor.memory.parameters import (
     stepped,
 )
 from hethub.predictor.memory.state import zero_level
-from hethub.predictor.pipeline.overlap import beside_backward, beside_forward, excess, exposed
-from hethub.spec.cluster import Place
-from hethub.spec.layout.bind import Layout
+from hethub.predictor.pipeline.overlap import NO_ENDS, Ends, Round, excess, exposed
+from hethub.spec.layout.bind import ALL_IN_FLIGHT, Layout
 from hethub.spec.layout.state import both_ends_step
 from hethub.spec.plan import ReplicaSpec
 
@@ -57,6 +56,7 @@ class StateCosts:
         passes: Callable[[int, Portion], tuple[float, float]],
     ) -> None:
         self.layout, self.software, self.network, self.model = layout, software, network, layout.model
+        self.host_copies = HostCopies(layout, network.fit)
         self._passes = passes
         self.width = element_bytes(software.math_precision(layout.plan.precision))
         last = layout.num_stages - 1
@@ -270,26 +270,47 @@ class StateCosts:
         reduce = part * sum(self.reduce_seconds(stage, portion)) if self.level(stage) >= 2 else 0.0
         return cost * min(gather, passes[0]), cost * min(gather + reduce, passes[1])
 
-    def round_seconds(self, stage: int, passes: tuple[float, float], portion: Portion) -> tuple[float, float]:
-        """What the collectives of a round (ZeRO-2/3) and weights from the host add to a microbatch's forward and
-        backward, beyond what compute hides."""
-        (forward, backward), in_rounds = passes, self.in_rounds(stage)
+    def round_seconds(
+        self, stage: int, passes: Sequence[float], portion: Portion, ends: Ends = NO_ENDS, messages: float = 0.0
+    ) -> tuple[float, ...]:
+        """What the collectives of a round (ZeRO-2/3) and weights from the host add to a microbatch's forward, backward and
+        the weights' gradients that were put off (`passes`, seconds), beyond what compute hides. Of these `ends` are the
+        embedding's and the head's; beside each pass go so many seconds of `messages`."""
+        in_rounds = self.in_rounds(stage)
         offloaded = "parameters" in self.layout.stages[stage].offload and not self.in_passes(stage)
         if not in_rounds and not offloaded:
-            return 0.0, 0.0
-        gathers = self.gather_seconds(stage, portion)
-        reductions = self.reduce_seconds(stage, portion)[::-1] if in_rounds else [0.0] * portion.layers
+            return 0.0, 0.0, 0.0
+        gathers, layers = self.gather_seconds(stage, portion), portion.layers
+        reductions = self.reduce_seconds(stage, portion) if in_rounds else [0.0] * layers
         if not self.software.gathers_ahead:
-            gather, reduce, layers = sum(gathers), sum(reductions), portion.layers
+            gather, reduce = sum(gathers), sum(reductions)
             return (
-                self._shown(stage, gather, excess(gather, forward, layers)),
-                self._shown(stage, gather + reduce, excess(gather + reduce, backward, layers)),
+                self._shown(stage, gather, excess(gather, passes[0], layers)),
+                self._shown(stage, gather + reduce, excess(gather + reduce, passes[1], layers)),
+                0.0,
             )
-        ahead, behind = beside_forward(gathers), beside_backward(gathers[::-1], reductions)
-        return (
-            self._shown(stage, sum(ahead), exposed(forward, ahead)),
-            self._shown(stage, sum(behind), exposed(backward, behind)),
+        plan = self.layout.plan
+        around = Round.of(passes, ends, gathers, reductions, messages, self.sums_under_way(stage))
+        turns = plan.schedule not in ALL_IN_FLIGHT and plan.num_chunks == 1
+        return tuple([self._shown(stage, *each) for each in (around.turning() if turns else around.repeating())])
+
+    def sums_under_way(self, stage: int) -> int:
+        """Layers whose gradients may be on their way at once: two, and one where ranks hold unlike parts, whose runs lie
+        apart and are copied (hethub/runtime/state/zero_gradients.py)."""
+        return 1 if len(self._unlike_replicas(stage)) > 1 else 2
+
+    def copying_seconds(self, stage: int, spec: ReplicaSpec, samples: int, layers: int, compute: float) -> float:
+        """Seconds that copies of what layers keep, one way beside the next layer's compute, add to a pass."""
+        recompute = self.layout.stages[stage].recompute
+        each = samples * max(
+            kept_of_layer(
+                kept_per_sample(self.layout, widths, self.software, self.width, recompute), recompute, self.software
+            )
+            for widths in dict.fromkeys(replica_widths(self.model, spec, self.software))
         )
+        places = self.layout.cluster.places
+        slowest = max(self.host_copies.seconds_per_byte(places[rank]) for rank in spec.ranks)
+        return exposed(compute, [each * slowest] * layers)
 
     def _shown(self, stage: int, seconds: float, exposed_seconds: float) -> float:
         """What communication adds to a pass: all that compute does not hide, and a part of what it does, for
@@ -341,32 +362,10 @@ class StateCosts:
         return each_bytes * max(
             self.rank_parameters(stage, replica, portion)
             * (shares[rank] * replica.tp if alone else 1)
-            * self.host_seconds_per_byte(places[rank])
+            * self.host_copies.seconds_per_byte(places[rank])
             for replica in own.replicas
             for rank in replica.ranks
         )
-
-    def host_seconds_per_byte(self, place: Place) -> float:
-        """Of one byte between an accelerator and its host, either way; where hosts limit, all of a machine that offload
-        copy at once."""
-        return self._host_seconds_per_byte(place, 1)
-
-    def host_passing_seconds_per_byte(self, place: Place) -> float:
-        """Of one byte to an accelerator and one back, which pass each other on PCIe: a host that limits carries both, and
-        CPUs that copy themselves do it one after the other."""
-        if is_cpu(place.accelerator) and not self.layout.cluster.emulated:
-            return 2 * self.host_seconds_per_byte(place)
-        return self._host_seconds_per_byte(place, 2)
-
-    def _host_seconds_per_byte(self, place: Place, directions: int) -> float:
-        per_host, at_once = self.layout.cluster.links.staging.per_host_gbytes_per_second, self.offloading[place.machine]
-        return 1e-9 / host_gbytes_per_second(place.accelerator, self.network.fit, per_host, directions * at_once)
-
-    @cached_property
-    def offloading(self) -> Counter[int]:
-        """By machine, how many of its ranks copy something between accelerator and host in a step."""
-        places = self.layout.cluster.places
-        return Counter(places[rank].machine for stage in self.layout.stages if stage.offload for rank in stage.ranks)
 
     def reduce_seconds(self, stage: int, portion: Portion) -> list[float]:
         """Seconds to sum each layer's gradients over the replicas, every rank its part, in model order."""

@@ -28,8 +28,8 @@ class RankTimes:
         self._first = 0 if assignment.stage == 0 else None
         self._last = stage.num_layers - 1 if assignment.stage == layout.num_stages - 1 else None
         place = layout.cluster.places[assignment.rank]
-        self.host_seconds_per_byte = costs.state.host_seconds_per_byte(place)
-        self.host_passing_seconds_per_byte = costs.state.host_passing_seconds_per_byte(place)
+        self.host_seconds_per_byte = costs.state.host_copies.seconds_per_byte(place)
+        self.host_passing_seconds_per_byte = costs.state.host_copies.passing_seconds_per_byte(place)
 
     def layer(self, kind: Kind, layer: int, samples: int) -> float:
         """Seconds of an action in a layer of the stage, counted in model order; embedding and head count with the

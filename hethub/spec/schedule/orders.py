@@ -46,6 +46,19 @@ class ActorOrder:
         return {operation: self.operation_of.index(first + number) for number, operation in enumerate(self.updating)}
 
     @cached_property
+    def turns(self) -> tuple[int, int]:
+        """How many forwards have a backward through the same chunk right behind them, and how many backwards a forward:
+        weights of the layer between the two stay."""
+        found, behind = [0, 0], iter(self.operation_of)
+        next(behind)
+        for one, other in zip(self.operation_of, behind, strict=False):
+            if max(one, other) < len(self.computing):
+                (kind, chunk), (after, next_chunk) = self.computing[one], self.computing[other]
+                found[0] += chunk == next_chunk and (kind, after) == (Kind.FORWARD, Kind.BACKWARD)
+                found[1] += chunk == next_chunk and (kind, after) == (Kind.BACKWARD, Kind.FORWARD)
+        return found[0], found[1]
+
+    @cached_property
     def spans(self) -> dict[Operation, tuple[int, int]]:
         """By computing operation, its first and last position."""
         return {operation: (min(own), max(own)) for operation, own in self.positions.items()}

@@ -32,14 +32,14 @@ def test_ranks_that_offload_share_their_host(stages: tuple[int, ...], at_once: i
     """Each copied at its own PCIe, 52 GB/s, whatever the host carries."""
     free, limited = (offloading(per_host, stages) for per_host in (None, 100.0))
     place = free.layout.cluster.places[0]
-    assert free.state.host_seconds_per_byte(place) == pytest.approx(
+    assert free.state.host_copies.seconds_per_byte(place) == pytest.approx(
         1e-9 / (64 * packaged().links["host_copy_fraction"])
     )
-    assert limited.state.host_seconds_per_byte(place) == pytest.approx(1e-9 * at_once / 100)
+    assert limited.state.host_copies.seconds_per_byte(place) == pytest.approx(1e-9 * at_once / 100)
     assert limited.optimizer(0, 0) > 1.5 * free.optimizer(0, 0)
     # A master copy and two moments in fp32 of every parameter go both ways beside the step, which is shorter.
     moved = 12 * limited.state.most_parameters(0)
-    assert limited.optimizer(0, 0) == pytest.approx(moved * limited.state.host_passing_seconds_per_byte(place))
+    assert limited.optimizer(0, 0) == pytest.approx(moved * limited.state.host_copies.passing_seconds_per_byte(place))
 
 
 def test_a_rank_alone_on_its_machine_has_the_host_to_itself() -> None:
@@ -56,8 +56,8 @@ def test_what_is_fetched_passes_what_is_stored() -> None:
     """PCIe carries both at once; what a host carries in all is for both."""
     free, limited = (offloading(per_host, (0, 1)) for per_host in (None, 100.0))
     place = free.layout.cluster.places[0]
-    assert free.state.host_passing_seconds_per_byte(place) == free.state.host_seconds_per_byte(place)
-    assert limited.state.host_passing_seconds_per_byte(place) == pytest.approx(1e-9 * 2 * 8 / 100)
+    assert free.state.host_copies.passing_seconds_per_byte(place) == free.state.host_copies.seconds_per_byte(place)
+    assert limited.state.host_copies.passing_seconds_per_byte(place) == pytest.approx(1e-9 * 2 * 8 / 100)
 
 
 @pytest.mark.parametrize("emulated", [False, True])
@@ -66,7 +66,7 @@ def test_cpus_that_copy_themselves_do_one_after_the_other(emulated: bool) -> Non
     layout = uniform(TINY, on, tp=1, pp=1, micro_batch=1, batch=2, seq=64, precision="fp32", offload=["optimizer"])
     state, place = PlanCosts(layout, HETHUB, packaged()).state, on.places[0]
     times = 1 if emulated else 2
-    assert state.host_passing_seconds_per_byte(place) == times * state.host_seconds_per_byte(place)
+    assert state.host_copies.passing_seconds_per_byte(place) == times * state.host_copies.seconds_per_byte(place)
 
 
 def test_a_host_that_carries_enough_limits_nobody() -> None:

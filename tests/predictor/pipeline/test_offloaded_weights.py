@@ -40,7 +40,7 @@ def test_a_rank_fetches_what_its_host_has(zero: int, shares: dict[int, float], p
     )
     layer = there.state.portions[0][1]
     gathered, brought = (sum(costs.state.gather_seconds(0, layer)) for costs in (there, away))
-    copied = 2 * model.layer_parameters * part * there.state.host_seconds_per_byte(on.places[0])
+    copied = 2 * model.layer_parameters * part * there.state.host_copies.seconds_per_byte(on.places[0])
     assert brought - gathered == pytest.approx(copied)
     slowed = packaged().links["overlap_cost"] * brought / samples
     assert away.microbatch(0, 0, 1, layer).forward.dp == pytest.approx(slowed)
@@ -55,5 +55,5 @@ def test_new_weights_of_others_are_fetched_and_stored() -> None:
     shown = replace(HETHUB, overlapped_gather=False)
     there = PlanCosts(Layout(plan, model, on), shown, packaged()).state
     away = PlanCosts(Layout(offloaded, model, on), HETHUB, packaged()).state
-    copied = 2 * 2 * model.parameters * there.host_seconds_per_byte(on.places[0])
+    copied = 2 * 2 * model.parameters * there.host_copies.seconds_per_byte(on.places[0])
     assert away.reduction(0).gather_seconds - there.reduction(0).gather_seconds == pytest.approx(copied)

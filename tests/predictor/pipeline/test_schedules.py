@@ -265,7 +265,7 @@ def test_offloaded_activations_take_the_scores_of_unfused_attention_along() -> N
     unfused = Software(fused_attention=False)
     costs = PlanCosts(layout, unfused, packaged())
     kept = Shard(layout, 0, rank_widths(LLAMA_8B, 1)[0], unfused, 2).kept.layer
-    copied = 32 * kept * costs.state.host_seconds_per_byte(on.places[0])
+    copied = 32 * kept * costs.state.host_copies.seconds_per_byte(on.places[0])
     assert costs.microbatch(0, 0, 1).forward.dp > 0.5 * copied
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hethub.runtime.state.verify import verify_copies
 from hethub.spec.errors import BadInput
-from hethub.spec.layout.execution import check_executable
+from hethub.spec.layout.execution import actor_order, check_executable
 from hethub.spec.layout.state import BUCKET_ELEMENTS
 from hethub.spec.ranges import Range, merge
 from tests.support.layouts import (
@@ -312,6 +312,21 @@ def test_rounds_gather_a_layer_once_per_microbatch_and_pass_on_ranks_without_a_m
         assert counts["gathers"] == {0: 4, 1: 6, 2: 6, 3: 3}  # the ends stay where the next visit is theirs
         assert counts["reductions"] == dict.fromkeys(range(4), 3)
         assert counts["most_present"] == 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "layered"])
+def test_where_passes_turn_no_weights_are_gathered(schedule: str) -> None:
+    """What the predictor prices: each layer in each pass, but for the one at which a pass turns back."""
+    stages = [
+        stage((0, 2), replica([0], 8, 2), replica([1], 8, 2), zero=3),
+        stage((2, 4), replica([2], 8, 2), replica([3], 8, 2), zero=3),
+    ]
+    more: dict[str, Any] = {"schedule": schedule, "global_batch": 16}
+    layout = Case(name="turns", stages=stages, **more).layout()
+    passes = 2 if schedule == "layered" else 2 * 4
+    for rank, counts in enumerate(counted(stages, **more)):
+        turning, returning = actor_order(layout, rank // 2, 0).turns
+        assert counts["gathers"] == {0: passes - returning, 1: passes - turning}
 
 
 @pytest.mark.parametrize("train", [{}, NO_CLIP])

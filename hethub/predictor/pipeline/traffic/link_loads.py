@@ -23,6 +23,7 @@ from hethub.predictor.memory.parameters import RankWidths, StageParameters, rank
 from hethub.predictor.pipeline.state_costs import StateCosts
 from hethub.predictor.pipeline.traffic.routes import Flow, Routes
 from hethub.spec.layout.bind import ALL_IN_FLIGHT
+from hethub.spec.layout.execution import actor_order
 
 SAME_MOMENT = 1e-12  # seconds, by which sums may be off
 
@@ -203,10 +204,9 @@ class StateTraffic:
         of the stage's first where the next microbatch goes forward behind another's backward."""
         if self.state.level(stage) < 3 or not self.state.software.gathers_ahead:
             return 0.0
-        units, again = StageParameters.of(self.state.layout, stage, alone).units, 0
-        if self.state.in_rounds(stage) and self.state.layout.plan.schedule == "1f1b":
-            again = self.state.layout.loads[stage][0].num_microbatches - self.state.layout.actor_limits[stage][0]
-        return (again + 1) * units[-1] + again * units[0]
+        units = StageParameters.of(self.state.layout, stage, alone).units
+        turning, returning = actor_order(self.state.layout, stage, 0).turns
+        return turning * units[-1] + returning * units[0]
 
 
 class Kept(NamedTuple):
