@@ -50,7 +50,7 @@ class Products(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.randn(5, 4))
-        self.register_buffer("shift", torch.randn(5, 4))
+        self.shift = nn.Buffer(torch.randn(5, 4))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return ((values @ self.up).tanh() @ (self.down + self.shift)).sum()

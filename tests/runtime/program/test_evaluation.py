@@ -1,6 +1,8 @@
-"""The held-out loss of a program is that of the module in `.eval()`, or refused."""
+"""Programs over the job's tokens: which of them a step takes, also of a resumed run, and the held-out loss, which is that of
+the module in `.eval()`."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from hethub.runtime.loop.read import open_data
+from hethub.runtime.state.learning_rate import learning_rate
 from hethub.spec.job import load_job
 from tests.support.command import check_refused, ranks
 from tests.support.job_files import write_job
@@ -100,3 +103,60 @@ def test_a_held_out_loss_that_eval_does_not_have_is_refused(tmp_path: Path, made
         results, "has another loss in .eval() than in training", "Remove eval, or let the factory call .eval()"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_goes_on_in_the_data_and_the_schedule_with_another_batch(tmp_path: Path) -> None:
+    """Behind two steps of 8 samples come three of 4, from the seventeenth sample on, at rates that fall to the end it had."""
+    job = write(tmp_path / "job", "frozen")
+    given = ["--set", "train.steps=4", "--set", "train.warmup_steps=1", "--set", "eval=null"]
+    for ended in ranks(2, "train", job, "--run-dir", tmp_path / "run", *given, cwd=tmp_path):
+        assert ended.exit_code == 0, ended.stderr
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
+    resumed = [
+        "train",
+        job,
+        "--resume",
+        tmp_path / "run",
+        *given,
+        "--set",
+        "train.steps=5",
+        "--set",
+        "train.global_batch=4",
+    ]
+    told = "the checkpoint was trained with seed 1, the job has 2"
+    check_refused(ranks(2, *resumed, "--set", "train.seed=2", "--accept-changes", cwd=tmp_path), told)
+    for ended in ranks(2, *resumed, "--accept-changes", cwd=tmp_path):
+        assert ended.exit_code == 0, ended.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["tokens"] for row in rows] == [8 * 32, 8 * 32, 4 * 32, 4 * 32, 4 * 32]
+    settings, data = load_job(job).spec.train.replace(steps=4, warmup_steps=1), open_data(load_job(job), 260).training
+    known = dict[str, Any]()
+    exec(CODE, known)
+    torch.manual_seed(settings.seed)
+    module = known["frozen"]().double()
+    groups = [
+        {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in module.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)
+    batches = [data.batch(0, 8, 0, 8), data.batch(1, 8, 0, 8), *(data.batch(number, 4, 0, 4) for number in (4, 5, 6))]
+    for step, (batch, row) in enumerate(zip(batches, rows, strict=True), 1):
+        optimizer.zero_grad()
+        loss = module(*map(torch.from_numpy, batch))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), settings.grad_clip or 0.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(settings, step)
+        optimizer.step()
+        assert row["lr"] == pytest.approx(learning_rate(settings, step), rel=1e-12)
+        assert row["loss"] == pytest.approx(float(loss.detach()), rel=1e-10)
+
+
+def test_a_run_does_not_go_on_in_other_data(tmp_path: Path) -> None:
+    job = write(tmp_path / "job", "frozen")
+    for ended in ranks(2, "train", job, "--run-dir", tmp_path / "run", "--set", "train.steps=2", cwd=tmp_path):
+        assert ended.exit_code == 0, ended.stderr
+    text = job.parent / "text.txt"
+    text.write_text(text.read_text().replace("square", "second power"))
+    given = ("train", job, "--resume", tmp_path / "run", "--accept-changes")
+    check_refused(ranks(2, *given, cwd=tmp_path), "the checkpoint was trained with data")
