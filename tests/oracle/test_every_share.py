@@ -120,7 +120,11 @@ def divisions(atoms: int, ranks: int) -> list[tuple[int, ...]]:
     return [(own, *rest) for own in range(atoms + 1) for rest in divisions(atoms - own, ranks - 1)]
 
 
-QUESTIONS = [*((seed, 2, False) for seed in range(8)), *((seed, 2, True) for seed in (0, 1, 3)), (15, 3, False)]
+QUESTIONS = [
+    *((seed, 2, False) for seed in range(8)),
+    *((seed, 2, True) for seed in (0, 1, 3, 4, 8, 9)),
+    (15, 3, False),
+]
 
 
 def test_whole_shares_are_the_least_of_all_shares_of_a_program() -> None:
@@ -139,6 +143,16 @@ def test_whole_shares_are_the_least_of_all_shares_of_a_program() -> None:
         seen.add(question.execution.visible)
     assert kinds >= {"all-gather", "padded all-gather", "reduce-scatter", "all-to-all", "all-reduce"}
     assert any(0 < part < 1 for part in seen)
+
+
+def test_shares_weigh_sums_beside_what_is_computed_by_the_part_that_is_seen() -> None:
+    question = Question(106, 2, pads=False)
+    question.execution.__dict__["visible"] = 0.05
+    programme = _Shares(question.model, question.execution)
+    programme._memory.append((0, {}, 1.0))
+    found, least = programme.solve(), min(map(question.seconds, question.all_shares()))
+    assert found is not None
+    assert question.seconds(found) == pytest.approx(least, rel=1e-4)
 
 
 def test_shares_within_memory_are_found_where_there_are_some() -> None:
