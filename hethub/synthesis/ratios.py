@@ -12,7 +12,7 @@ from hethub.spec.errors import BadInput
 from hethub.spec.program import memory_limits
 from hethub.synthesis.costs import Model, Shares
 from hethub.synthesis.program import TRAINING_COPIES, Execution, Living, runs_beside
-from hethub.synthesis.rules import Cut, State
+from hethub.synthesis.rules import Cut
 from hethub.synthesis.search import Found, Problem, Search
 
 MOST_ROUNDS = 6
@@ -113,8 +113,6 @@ def rounded(parts: Sequence[float], atoms: int) -> tuple[int, ...]:
 
 def fit(model: Model, execution: Execution, limits: Sequence[float] | None) -> Shares | None:
     """The best shares for an unchanged program, in whole atoms; None where it cuts nothing, or nothing fits."""
-    if model.costs.size == 1:
-        return None
     problem = _Shares(model, execution)
     if not problem.axes:
         return None
@@ -128,7 +126,7 @@ def fit(model: Model, execution: Execution, limits: Sequence[float] | None) -> S
         if not over:
             return shares
         for rank in over:
-            problem.limit_memory(rank, living.at_peak(rank), limits[rank])
+            problem.limit_memory(rank, living, shares, limits[rank])
     return None
 
 
@@ -183,20 +181,19 @@ class _Shares:
                 paid *= self._size if move.collective == "padded all-gather" else 1
                 self._largest[axes] = self._largest.get(axes, 0.0) + paid
 
-    def limit_memory(self, rank: int, living: Sequence[tuple[int, State]], limit: float) -> None:
-        """What lives on `rank` at this moment stays within `limit` bytes."""
+    def limit_memory(self, rank: int, living: Living, shares: Shares, limit: float) -> None:
+        """What lives on `rank` when most does under `shares` stays within `limit` bytes: pieces change with the shares, all
+        else, buffers of moves among it, is taken as it is there."""
         graph, rules = self._model.graph, self._model.rules
         kept = [(graph.parameters[name], state) for name, state in self._execution.kept.items()]
-        fixed = float(sum(graph.tensors[t].num_bytes for t in (*graph.inputs, *graph.buffers.values())))
-        terms: dict[int, float] = {}
-        for times, (tensor, state) in [(TRAINING_COPIES, k) for k in kept] + [(1, entry) for entry in living]:
-            size = float(graph.tensors[tensor].num_bytes * times)
+        pieces: dict[int, float] = {}
+        for times, (tensor, state) in [(TRAINING_COPIES, k) for k in kept] + [(1, e) for e in living.at_peak(rank)]:
             if isinstance(state, Cut):
                 axis = rules.axis(tensor, state)
-                terms[axis] = terms.get(axis, 0.0) + size / limit
-            else:
-                fixed += size
-        self._memory.append((rank, terms, 1.0 - fixed / limit))
+                pieces[axis] = pieces.get(axis, 0.0) + graph.tensors[tensor].num_bytes * times
+        held = sum(size * shares[axis][rank] / rules.axes[axis].atoms for axis, size in pieces.items())
+        terms = {axis: size / limit for axis, size in pieces.items()}
+        self._memory.append((rank, terms, 1.0 - (living.peak[rank] - held) / limit))
         self.axes = sorted({*self.axes, *terms})
 
     def _paid(self) -> list[list[Row]]:

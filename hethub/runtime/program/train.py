@@ -22,7 +22,7 @@ from hethub.runtime.loop.steps import Ended, StepLoop, assumed_note
 from hethub.runtime.program.checkpoint import ProgramCheckpoints
 from hethub.runtime.program.planned import check_plannable, plan_program, priced, trace_job
 from hethub.runtime.program.subject import Subject, open_subject
-from hethub.runtime.program.trainer import ProgramTrainer
+from hethub.runtime.program.trainer import ProgramTrainer, on_device
 from hethub.runtime.run_claim import RunClaim
 from hethub.runtime.run_folder import RunFolder
 from hethub.spec.cluster import ClusterSpec
@@ -37,6 +37,7 @@ from hethub.spec.program import (
     prediction_of,
     program_plan_text,
 )
+from hethub.synthesis.capture.proof import is_alike_in_eval
 from hethub.synthesis.graph import Graph, fingerprint
 from hethub.synthesis.lower import Step, digest, digest_of_start
 from hethub.synthesis.program import Program
@@ -155,6 +156,9 @@ def _open(made: _Made, data: Data | None, info: LaunchInfo) -> _Opened:
     device.release_memory()  # of the trace's proof: the peak is training's from here on
     for dataset in () if data is None else (data.training, *([] if data.held_out is None else [data.held_out])):
         _check_tokens(job, graph, dataset)
+    if data is not None and data.held_out is not None:
+        _check_evaluation(job, subject, graph, data.held_out, device)
+        device.release_memory()
     facts = own_facts(info, device, read=told(job), tokens="" if data is None else data.fingerprint)
     return _Opened(job, device, subject, data, graph, digest_of_start(subject.module, graph), facts)
 
@@ -175,6 +179,17 @@ def _check_tokens(job: Job, graph: Graph, dataset: Dataset) -> None:
                     f"{job.path}: '{operator.module}' has an embedding of {rows} tokens, but the data has token id "
                     f"{dataset.max_token}; give it at least {dataset.vocab_needed} rows, or other data."
                 )
+
+
+def _check_evaluation(job: Job, subject: Subject, graph: Graph, held_out: Dataset, device: Device) -> None:
+    """Raises BadInput where the held-out loss would not be what the module has in `.eval()`."""
+    count = job.spec.train.global_batch
+    if not is_alike_in_eval(subject.module, graph, on_device(held_out.batch(0, count, 0, count), device)):
+        raise BadInput(
+            f"{job.path}: model {job.spec.model} has another loss in .eval() than in training, as norms with running statistics have, "
+            "and eval would measure that of training: a program knows no other. Remove eval, or let the factory call .eval() on"
+            " what computes otherwise there."
+        )
 
 
 def _same_start(meeting: Rendezvous, opened: _Opened) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hethub.communicator import World
 from hethub.communicator.counters import since
+from hethub.kernels.device import Device
 from hethub.runtime.data import Dataset
 from hethub.runtime.data.dataset import Batch as TokenBatch
 from hethub.runtime.loop.step_report import StepOutcome, gather_outcome
@@ -25,6 +26,11 @@ from hethub.spec.job import TrainSpec
 from hethub.synthesis.lower import Step
 
 WEIGHTS, FIRST_MOMENT, SECOND_MOMENT = "weights", "exp_avg", "exp_avg_sq"
+
+
+def on_device(rows: TokenBatch, device: Device) -> Batch:
+    """Tokens and targets as a module takes them."""
+    return tuple(torch.from_numpy(each).contiguous().to(device.torch_device) for each in rows)
 
 
 class ProgramTrainer:
@@ -57,11 +63,8 @@ class ProgramTrainer:
             batch: Batch = self._subject.batches.at(step)
         else:
             count = self._train.global_batch
-            return self._moved(self._dataset.batch(step - 1, count, 0, count))
+            return on_device(self._dataset.batch(step - 1, count, 0, count), self._world.device)
         return tuple(value.to(self._world.device.torch_device) for value in batch)
-
-    def _moved(self, rows: TokenBatch) -> Batch:
-        return tuple(torch.from_numpy(each).contiguous().to(self._world.device.torch_device) for each in rows)
 
     def run_step(self, step: int, stop_requested: Callable[[], bool]) -> StepOutcome:
         """Trains step `step` (counted from 1); what all ranks agree on. Raises RunFailed where the gradient is
@@ -104,10 +107,8 @@ class ProgramTrainer:
         """The mean loss of the first `batches` batches of held-out samples, on all ranks. The program computes gradients
         on the way, which nobody takes."""
         count = self._train.global_batch
-        losses = [
-            float(self.step.loss(*self._moved(held_out.batch(number, count, 0, count)))) for number in range(batches)
-        ]
-        return sum(losses) / batches
+        rows = (held_out.batch(number, count, 0, count) for number in range(batches))
+        return sum(float(self.step.loss(*on_device(each, self._world.device))) for each in rows) / batches
 
     @torch.no_grad()
     def _update(self, step: int, shards: dict[str, torch.nn.Parameter], scale: float) -> None:

@@ -105,6 +105,28 @@ def _prove(module: nn.Module, graph: Graph, inputs: Sequence[torch.Tensor]) -> N
                 _refuse(module, f"does what no operator in its trace does: {what} is another")
 
 
+def is_alike_in_eval(module: nn.Module, graph: Graph, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether the module's loss, of a few samples, is the same after `.eval()`, which its graph does not know of."""
+    few, named = _few(graph, inputs)[1], dict(module.named_parameters(remove_duplicate=False))
+    with as_it_was(module, with_values=True), _alone(), torch.no_grad():
+        _move([named[name] for name in graph.parameters])  # a branch whose weights are nothing yet counts too
+        try:
+            try:
+                before = module(*_clones(few))
+            except Exception:  # noqa: BLE001  it may take no fewer samples, as in `prove`
+                few = inputs
+                before = module(*_clones(few))
+        except torch.OutOfMemoryError:
+            _log.warning("%s is not compared with its .eval(): its device has no room for it.", type(module).__name__)
+            return True
+        module.eval()
+        try:
+            after = module(*_clones(few))
+        except Exception:  # noqa: BLE001  of the user's own code, so of any type
+            return False
+        return isinstance(after, torch.Tensor) and after.shape == before.shape and _close(after, before, 0.0)
+
+
 def _refuse(module: nn.Module, what: str) -> None:
     raise BadInput(
         f"{type(module).__name__} cannot be captured exactly: its forward {what}. Keep it out of forward: only operators on"

@@ -172,6 +172,7 @@ def test_a_module_from_yaml_trains_as_in_one_process_and_saves_whole_tensors(tra
     assert all(
         row["memory_bytes"] > 0 and row["lr"] > 0 and row["predicted_step_seconds"] > 0 for row in rows(run_folder)
     )
+    assert [row["tokens"] for row in rows(run_folder)] == [8, 5, 8, 5]  # samples, of batches of two sizes
     saved = {f"weights/{name}": torch.empty_like(p) for name, p in module.state_dict().items()}
     dcp.load(saved, checkpoint_id=run_folder / "checkpoints" / "step-4", no_dist=True)
     for name, value in module.state_dict().items():
