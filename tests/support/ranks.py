@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,12 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
         others = ", ".join(f"rank {r}: {o.error or o.exit_code}" for r, o in broken[1:])
         raise AssertionError(f"rank {rank} {how}\n{first.traceback or ''}\n{first.stderr}\n{others}")
     return [outcome.value for outcome in outcomes]
+
+
+def wait_for(moment: Path) -> None:
+    """Returns when a rank has touched the file: where ranks fail, hethub breaks the store in which they could meet."""
+    while not moment.exists():
+        time.sleep(0.01)
 
 
 def _outcome(answer: dict[str, Any]) -> Outcome:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hethub.spec.errors import BadInput, RunFailed
-from tests.support.ranks import start_ranks, values
+from tests.support.ranks import start_ranks, values, wait_for
 
 SIZES = [3, 200_000]  # sums of few numbers go the short way
 
@@ -60,27 +60,28 @@ def test_no_sum_holds_another_ones_numbers(part, size, async_op):
             assert right or (f"on rank {rank}" in each and "MemoryError" in each), (rank, found)
 
 
-def wait_for_a_late_rank(rank, store):
+def wait_for_a_late_rank(rank, store, folder):
     """Rank 1 enters a group's sum when rank 0 has given it up at the group's own timeout."""
     dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
     group, found = dist.new_group([0, 1], timeout=timedelta(seconds=1)), []
     for step in range(2):
         if rank == 1 and step == 0:
-            store.get("given up")
+            wait_for(folder / "given up")
         try:
             tensor = torch.full((10,), 10.0**step * (rank + 1))
             dist.all_reduce(tensor, group=group)
             found.append(tensor[0].item())
         except RuntimeError as error:
             found.append(str(error))
-        store.set("given up", "")
+        if rank == 0:
+            (folder / "given up").touch()
     dist.destroy_process_group()
     return found
 
 
-def test_a_group_given_up_at_its_timeout_is_not_used_again():
+def test_a_group_given_up_at_its_timeout_is_not_used_again(tmp_path):
     islands = {"HETHUB_ISLANDS": "0|1"}
-    early, late = values(start_ranks(2, wait_for_a_late_rank, timeout_seconds=60, environment=islands))
+    early, late = values(start_ranks(2, wait_for_a_late_rank, tmp_path, timeout_seconds=60, environment=islands))
     assert "Timed out after 1 s" in early[0]
     assert "cannot run on rank 0" in early[1]
     told = "rank 0 failed: all_reduce in group '1' (ranks 0, 1) failed on rank 0: TimeoutError: Timed out after 1 s"
@@ -88,30 +89,30 @@ def test_a_group_given_up_at_its_timeout_is_not_used_again():
     assert told in late[1]
 
 
-def fail_when_rank_0_has_left(rank, store):
+def fail_when_rank_0_has_left(rank, store, folder):
     """What ranks 1 and 2 say of an operation that fails on rank 1, when nobody is left to pass that on."""
     dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
     group = dist.new_group([1, 2])
     if rank == 0:
         dist.destroy_process_group()
-        store.set("left", "")
+        (folder / "left").touch()
         return ""
-    store.get("left")
+    wait_for(folder / "left")
     if rank == 1:
         group.__dict__["_load_whole"] = fail
     with pytest.raises(RunFailed) as raised:
         dist.all_reduce(torch.ones(200_000), group=group)
     if rank == 2:
-        store.set("felt", "")
-    store.get("felt")  # it is not the end of rank 1's process that is felt
+        (folder / "felt").touch()
+    wait_for(folder / "felt")  # it is not the end of rank 1's process that is felt
     dist.destroy_process_group()
     return str(raised.value)
 
 
-def test_a_failure_is_felt_when_rank_0_has_left():
+def test_a_failure_is_felt_when_rank_0_has_left(tmp_path):
     """The timeout is half an hour."""
-    outcomes = start_ranks(3, fail_when_rank_0_has_left, timeout_seconds=60, environment={"HETHUB_ISLANDS": "0|1|2"})
-    _, *said = values(outcomes)
+    own = {"timeout_seconds": 60, "environment": {"HETHUB_ISLANDS": "0|1|2"}}
+    _, *said = values(start_ranks(3, fail_when_rank_0_has_left, tmp_path, **own))
     assert "all_reduce in group '1' (ranks 1, 2) failed on rank 1: MemoryError: no memory for it" in said[0]
     assert "all_reduce in group '1' (ranks 1, 2) failed on rank 2 with rank 1: " in said[1]
 
@@ -211,7 +212,7 @@ def test_sums_go_on_behind_a_message_that_nobody_answers(waited):
         assert "Application timeout caused pair closure" in met or "Connection closed by peer" in met
 
 
-def name_the_peer_of_a_group(rank, store):
+def name_the_peer_of_a_group(rank, store, folder):
     """What messages of groups say of a peer that does not answer; its place in them is 1 less than its rank. The last one
     cannot be sent any more: the one before has ended the world."""
     dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
@@ -222,15 +223,15 @@ def name_the_peer_of_a_group(rank, store):
             with pytest.raises(RunFailed) as raised:
                 start(torch.zeros(3), 1, group=group).wait()
             said.append(str(raised.value))
-        store.set("said", "")
-    store.get("said")
+        (folder / "said").touch()
+    wait_for(folder / "said")
     dist.destroy_process_group()
     return said
 
 
-def test_a_peer_is_named_by_its_rank_in_the_world():
+def test_a_peer_is_named_by_its_rank_in_the_world(tmp_path):
     environment = {"HETHUB_ISLANDS": "0|1|2", "HETHUB_STAGED_RANKS": "2"}
-    said = values(start_ranks(3, name_the_peer_of_a_group, timeout_seconds=60, environment=environment))[2]
+    said = values(start_ranks(3, name_the_peer_of_a_group, tmp_path, timeout_seconds=60, environment=environment))[2]
     assert len(said) == 3
     for name, text in zip(("recv", "send", "send"), said, strict=True):
         assert re.search(rf"{name} .* \(ranks 1, 2\) failed on rank 2 with rank 1: ", text)

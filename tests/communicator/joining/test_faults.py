@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hethub.communicator import Rendezvous, connect
 from hethub.communicator.joining.liveness import Liveness
 from hethub.spec.errors import RunFailed
-from tests.support.ranks import start_ranks, values
+from tests.support.ranks import start_ranks, values, wait_for
 
 TWO_ISLANDS = {"islands": [[0, 2], [1, 3]], "timeout_seconds": 60}
 
@@ -137,28 +137,27 @@ def test_a_group_for_another_thread_fails_with_the_world():
         assert f"checkpoint in the world of 3 ranks failed on rank {rank}: rank 1 is gone" in message
 
 
-def wait_in_a_group_behind_one_that_is_gone(world):
+def wait_in_a_group_behind_one_that_is_gone(world, folder):
     """Rank 1 fails, and stays until that has been felt in a native group, of which there was another before."""
     gone, group = (dist.new_group([0, 1], backend="hethub") for _ in range(2))
     dist.all_reduce(torch.ones(3), group=gone)
     dist.destroy_process_group(gone)
     del gone
     gc.collect()
-    store = world._context.rendezvous.store
     if world.rank == 1:
         world.abort("on purpose")
-        store.get("felt")
+        wait_for(folder / "felt")
         return
     try:
         with world.guard("sum"):
             dist.all_reduce(torch.ones(3), group=group)
     finally:
-        store.set("felt", "")
+        (folder / "felt").touch()
 
 
-def test_a_native_group_fails_with_the_world_when_another_is_gone():
-    connect = {"timeout_seconds": 3600}
-    found, _ = start_ranks(2, wait_in_a_group_behind_one_that_is_gone, connect=connect, timeout_seconds=40)
+def test_a_native_group_fails_with_the_world_when_another_is_gone(tmp_path):
+    own = {"connect": {"timeout_seconds": 3600}, "timeout_seconds": 40}
+    found, _ = start_ranks(2, wait_in_a_group_behind_one_that_is_gone, tmp_path, **own)
     assert found.error is not None, "it waits on"
     assert found.error[0] == "RunFailed"
     assert "sum in the world of 2 ranks failed on rank 0: rank 1 failed: on purpose" in found.error[1]
