@@ -262,7 +262,7 @@ class Problem:
             if target != WHOLE:
                 found[move(WHOLE, target, whole)] = 1.0
                 for source, terms in made.items():
-                    if source != target and (PARTIAL in (source, target) or is_all_to_all(source, target)):
+                    if (source == PARTIAL or is_all_to_all(source, target)) and source != target:
                         found[move(source, target, terms)] = 1.0
             wanted = [states[target] for states in unlike.values() if target in states]
             self._rows += [(_minus(terms, found), 0.0) for terms in wanted]

@@ -19,12 +19,11 @@ def test_turns_start_from_shares_by_speed_equal_ones_and_shares_by_memory() -> N
     assert starts(model, None)[:2] == [by_speed(model), even(model)]
 
 
-@pytest.mark.parametrize(("speeds", "gbytes"), [([1.0, 2.0, 5.0], 1.0), ([1.0, 2.0, 5.0], 1e-4)])
 def test_the_best_of_all_turns_is_kept_and_each_knows_limits_and_what_the_one_before_hid(
-    speeds: list[float], gbytes: float, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
-    model = model_of(TwoLayers(), (torch.randn(60, 12),), cluster(speeds, gbytes=gbytes))
+    model = model_of(TwoLayers(), (torch.randn(60, 12),), cluster([1.0, 2.0, 5.0], gbytes=1.0))
     peak = Living(alternate(model, None).found.execution).peak
     limits = [*([peak.max() * 3] * (len(peak) - 1)), float(peak[-1] * 0.9)]
     own = Problem.search
