@@ -96,20 +96,19 @@ class Collectives:
         passes = sorted((key for key in stage.first if key[0] is not Kind.WEIGHT), key=lambda key: stage.first[key][0])
         by_turns = self.costs.state.by_turns[stage.index]
         slots = 1 if by_turns else self.costs.state.sums_under_way(stage.index)
+        gathers = {key: self._gathers(stage, *key) for key in passes}
         layer = {
-            kind: min(
-                seconds[stage.first[own][0]] / len(self._gathers(stage, *own)) for own in passes if own[0] is kind
-            )
+            kind: min(seconds[stage.first[own][0]] / len(gathers[own]) for own in passes if own[0] is kind)
             for kind, _ in passes
         }  # of the chunk that has neither embedding nor head, if one has not
         for index, (kind, chunk) in enumerate(passes):
             before, first = passes[index - 1] if index else None, stage.first[kind, chunk]
-            own, *others = self._gathers(stage, kind, chunk)
+            own, *others = gathers[kind, chunk]
             if own and by_turns:
                 brought = self._beside(stream, own + sum(others), stage.last[before] if before else [], ahead=0.0)
                 self._wait(first, brought)
             elif own:
-                layers = len(self._gathers(stage, *before)) if before else 1
+                layers = len(gathers[before]) if before else 1
                 brought = self._beside(stream, own, stage.first[before] if before else [], ahead=1 / layers)
                 self._wait(first, brought)
             if sharded and before and before[0] is Kind.BACKWARD:

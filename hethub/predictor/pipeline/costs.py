@@ -170,7 +170,7 @@ class PlanCosts:
         forward, backward, weight = map(max, zip(*each, strict=True))
         tp_forward, tp_backward = self._tensor_parallel_seconds(stage, spec, unlike, samples, portion)
         passes = (forward + tp_forward, backward + tp_backward)
-        messages = self._beside_rings(stage) * self._activation_bytes(samples)
+        messages = self._beside_rings(stage) * self._activation_bytes(samples) if self.state.in_rounds(stage) else 0.0
         beside = (portion, self._ends(unlike, samples, portion), messages)
         rounds = self.state.round_seconds(stage, (passes[0], passes[1] - weight, weight), *beside)
         slowed = self.state.slowed_passes(stage, passes, portion, samples / spec.samples)
@@ -303,7 +303,7 @@ class PlanCosts:
         group, found = self.state.replica_group(stage, 0), [0.0]
         passed = {resource.kind for resource in self.network.ring_bytes(group, 1.0, "reduce_scatter")} or {"port"}
         boundaries = range(max(0, stage - 1), min(stage + 1, self.layout.num_stages - 1))
-        for above in boundaries if self.state.in_rounds(stage) else ():
+        for above in boundaries:
             last = [len(self.layout.stages[at].replicas) - 1 for at in (above, above + 1)]
             sorts = {self.replica_key(stage, own): own for own in range(last[stage - above], -1, -1)}
             for a, b in ([min(own, most) for most in last] for own in sorts.values()):

@@ -1,9 +1,11 @@
 """The order of one actor's passes under each schedule. An actor is a replica, or a stage whose replicas go in
 rounds."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 from hethub.spec.schedule.actions import UPDATE, Kind, Pass
 
@@ -49,14 +51,10 @@ class ActorOrder:
     def turns(self) -> tuple[int, int]:
         """How many forwards have a backward through the same chunk right behind them, and how many backwards a forward:
         weights of the layer between the two stay."""
-        found, behind = [0, 0], iter(self.operation_of)
-        next(behind)
-        for one, other in zip(self.operation_of, behind, strict=False):
-            if max(one, other) < len(self.computing):
-                (kind, chunk), (after, next_chunk) = self.computing[one], self.computing[other]
-                found[0] += chunk == next_chunk and (kind, after) == (Kind.FORWARD, Kind.BACKWARD)
-                found[1] += chunk == next_chunk and (kind, after) == (Kind.BACKWARD, Kind.FORWARD)
-        return found[0], found[1]
+        number, pairs = {own: at for at, own in enumerate(self.computing)}, Counter(pairwise(self.operation_of))
+        chunks = {chunk for _, chunk in self.computing}
+        both = [(number[Kind.FORWARD, chunk], number[Kind.BACKWARD, chunk]) for chunk in chunks]
+        return sum(pairs[one, other] for one, other in both), sum(pairs[other, one] for one, other in both)
 
     @cached_property
     def spans(self) -> dict[Operation, tuple[int, int]]:
