@@ -163,7 +163,7 @@ class PlanCosts:
 
     def _microbatch(self, stage: int, replica: int, samples: int, portion: Portion) -> MicrobatchCost:
         spec = self.layout.replica(stage, replica)
-        fractions = self.state.rank_fractions(spec)
+        fractions = self.state.rings.rank_fractions(spec)
         named = {(self.layer_cost(r).accelerator.name, part): r for r, part in zip(spec.ranks, fractions, strict=True)}
         unlike = [(share, rank) for (_, share), rank in named.items()]
         each = [self._rank_passes(stage, spec, rank, share, samples, portion) for share, rank in unlike]
@@ -190,7 +190,7 @@ class PlanCosts:
         """Forward and backward compute seconds of a microbatch on one rank, and the part of backward that is put
         off."""
         cost, stage_spec = self.layer_cost(rank), self.layout.stages[stage]
-        tp = self.state.tensor_parallel(spec)
+        tp = self.state.rings.tensor_parallel(spec)
         layer = cost.layer(samples, tp, stage_spec.recompute, fraction)
         forward, backward = layer.forward * portion.layers, layer.backward * portion.layers
         late = cost.weight_seconds(samples, tp, fraction) if self.plan.schedule == "zero_bubble" else 0.0
@@ -215,7 +215,7 @@ class PlanCosts:
         """Two all-reduces per layer and pass, two more where the forward runs again; embedding and head add one each to
         the forward: the gradient of what enters the head is summed with the loss, that of the embedding by nobody. The loss
         needs each token's largest logit, and then two sums."""
-        tp = self.state.tensor_parallel(spec)
+        tp = self.state.rings.tensor_parallel(spec)
         if tp == 1:
             return 0.0, 0.0
         stage_spec = self.layout.stages[stage]
@@ -300,7 +300,7 @@ class PlanCosts:
     @memoized
     def _beside_rings(self, stage: int) -> float:
         """Seconds for which each byte of a pass's messages takes what the collectives of the stage's rounds pass, too."""
-        group, found = self.state.replica_group(stage, 0), [0.0]
+        group, found = self.state.rings.group(stage, 0), [0.0]
         passed = {resource.kind for resource in self.network.ring_bytes(group, 1.0, "reduce_scatter")} or {"port"}
         boundaries = range(max(0, stage - 1), min(stage + 1, self.layout.num_stages - 1))
         for above in boundaries:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import is_cpu
-from hethub.predictor.cost.groups import UNEVEN, Group, Operation
+from hethub.predictor.cost.groups import Group
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.node_links import HostCopies
 from hethub.predictor.cost.software import Software, element_bytes, gradient_bytes
@@ -21,6 +21,7 @@ from hethub.predictor.memory.parameters import (
 )
 from hethub.predictor.memory.state import zero_level
 from hethub.predictor.pipeline.overlap import NO_ENDS, Ends, Round, excess, exposed
+from hethub.predictor.pipeline.rings import Rings
 from hethub.spec.layout.bind import ALL_IN_FLIGHT, Layout
 from hethub.spec.layout.state import both_ends_step
 from hethub.spec.plan import ReplicaSpec
@@ -62,6 +63,9 @@ class StateCosts:
         last = layout.num_stages - 1
         self.whole = [Portion(stage.num_layers, s == 0, s == last) for s, stage in enumerate(layout.stages)]  # by stage
         self._held: dict[tuple[object, ...], Held] = {}
+        self.rings = Rings(
+            layout, software, network, lambda stage: self.most_parameters(stage, Portion(1, False, False))
+        )
 
     @cached_property
     def portions(self) -> tuple[tuple[Portion, ...], ...]:
@@ -71,55 +75,10 @@ class StateCosts:
             for stage in range(self.layout.num_stages)
         )
 
-    def tensor_parallel(self, replica: ReplicaSpec) -> int:
-        """The replica's tensor-parallel degree; context-parallel ranks are the rest of it."""
-        return replica.tp // self.software.context_parallel
-
-    def rank_fractions(self, replica: ReplicaSpec) -> list[float]:
-        """Each rank's fraction of heads, columns and vocabulary."""
-        tp = self.tensor_parallel(replica)
-        if replica.tensor_shares is None:
-            return [1.0 / tp] * replica.tp
-        whole = sum(replica.tensor_shares)
-        return [share / whole for share in replica.tensor_shares]
-
     @property
     def gradient_wire_bytes(self) -> int:
         """Bytes of one gradient on the wire: accumulated and reduced in fp32 at least (rule 11 of exactness)."""
         return self.software.gradient_wire_bytes or gradient_bytes(self.width)
-
-    @memoized
-    def replica_group(self, stage: int, position: int) -> Group:
-        """The ranks at one position of every replica: who sums one shard's gradients. Positions are those of the widest
-        replica, and several of its ranks hold what one of a narrower replica does."""
-        own = self.layout.stages[stage]
-        widest = max(replica.tp for replica in own.replicas)
-        ranks = [replica.ranks[position * replica.tp // widest] for replica in own.replicas]
-        return self.network.group(ranks, own.every_state_share)
-
-    @memoized
-    def rings(self, stage: int) -> list[tuple[Group, int, float]]:
-        """The unlike groups that sum a stage's gradients, how many like each share an interface, and what part of a rank's
-        parameters each sums: all, or a head of keys and values that several ranks of a replica hold."""
-        replicas, heads = self.layout.stages[stage].replicas, self.model.num_kv_heads
-        widest = max(replica.tp for replica in replicas)
-        found = {self.replica_group(stage, position): 1.0 for position in range(widest)}
-        if widest > heads * self.software.context_parallel:
-            layer = self.most_parameters(stage, Portion(1, False, False))
-            part = 2 * self.model.hidden * self.model.head_size / layer
-            for head in range(heads):
-                holders = [r.ranks[head * r.tp // heads : -(-(head + 1) * r.tp // heads)] for r in replicas]
-                found.setdefault(self.network.group(sum(holders, ())), part)
-        return [(group, self.network.sharing(group), part) for group, part in found.items()]
-
-    def ring_seconds(self, stage: int, num_bytes: float) -> float:
-        """Seconds of a reduce-scatter or an all-gather over a stage's replicas, where nothing is sharded of half an
-        all-reduce, in the group where it takes longest."""
-        operation: Operation = "reduce_scatter" if self.layout.stages[stage].zero else "all_reduce"
-        return self._unevenness(stage) * max(
-            self.network.reduce_scatter(group, part * num_bytes, sharing, operation)
-            for group, sharing, part in self.rings(stage)
-        )
 
     def most_parameters(self, stage: int, portion: Portion | None = None) -> float:
         """Parameters of a portion, by default of all of the stage, on the stage's fullest rank."""
@@ -222,16 +181,18 @@ class StateCosts:
         tail = min(1.0, BUCKET_BYTES / num_bytes) if self.software.overlapped_reduction else 1.0
         norms = 0.0 if portion and self.layout.plan.schedule == "layered" else self.norms_seconds(stage, ends)
         if stage_spec.zero == 0:
-            return self._beside_backward(stage, ends, 2.0 * self.ring_seconds(stage, num_bytes), tail, 2.0 * norms, 0.0)
+            return self._beside_backward(
+                stage, ends, 2.0 * self.rings.seconds(stage, num_bytes), tail, 2.0 * norms, 0.0
+            )
         if stage_spec.zero == 1:
-            gather = self.ring_seconds(stage, parameters * self.width)
+            gather = self.rings.seconds(stage, parameters * self.width)
         else:
             gather = sum(self._by_layer(stage, ends, self.width))
         if stage_spec.zero < 3 and self.software.overlapped_gather and "parameters" not in stage_spec.offload:
             shown = max(gather * tail, excess(gather, self._passes(stage, ends)[0], ends.layers))
             gather = shown + self.overlap_cost(stage) * (gather - shown)
         if stage_spec.zero == 1:
-            return self._beside_backward(stage, ends, self.ring_seconds(stage, num_bytes), tail, norms, gather + norms)
+            return self._beside_backward(stage, ends, self.rings.seconds(stage, num_bytes), tail, norms, gather + norms)
         if stage_spec.zero == 3:  # a step's first weights come before anything that would hide them
             gather = self._by_layer(stage, ends, self.width)[0] if self.in_rounds(stage) else 0.0
         last = self.reduce_seconds(stage, ends)[0] if self.software.gathers_ahead else 0.0
@@ -241,7 +202,8 @@ class StateCosts:
         """What a portion's norms add to a sum and to sending weights, by themselves; passes hide both."""
         if not self.software.norms_apart or (self.level(stage) >= 2 and not self.in_rounds(stage)):
             return 0.0
-        return self.ring_seconds(stage, self.model.hidden * (2 * portion.layers + portion.last) * self.width)
+        num_bytes = self.model.hidden * (2 * portion.layers + portion.last) * self.width
+        return self.rings.seconds(stage, num_bytes, is_cut=False)
 
     def _beside_backward(
         self, stage: int, portion: Portion, seconds: float, tail: float, norms: float, gather: float
@@ -256,7 +218,7 @@ class StateCosts:
         that compute; rehearsals slow nothing."""
         if self.by_turns[stage]:
             layer_bytes = self.width * self.most_parameters(stage, Portion(1, False, False))
-            return self.network.copied_part(self.replica_group(stage, 0), layer_bytes)
+            return self.network.copied_part(self.rings.group(stage, 0), layer_bytes)
         return 0.0 if self.layout.cluster.emulated else self.network.fit["overlap_cost"]
 
     def slowed_passes(
@@ -375,7 +337,7 @@ class StateCosts:
     def _by_layer(self, stage: int, portion: Portion, bytes_per_parameter: int) -> list[float]:
         """A collective per layer over the replicas of a stage; embedding and head go with the layer beside them."""
         width = bytes_per_parameter
-        return self._each_layer(portion, lambda of: self.ring_seconds(stage, width * self.most_parameters(stage, of)))
+        return self._each_layer(portion, lambda of: self.rings.seconds(stage, width * self.most_parameters(stage, of)))
 
     @staticmethod
     def _each_layer(portion: Portion, seconds: Callable[[Portion], float]) -> list[float]:
@@ -390,9 +352,3 @@ class StateCosts:
         if portion.last:
             times[-1] = seconds(one._replace(last=True))
         return times
-
-    def _unevenness(self, stage: int) -> float:
-        """How much longer collectives over uneven shares take: as many buckets as the smallest share allows are cut
-        evenly."""
-        shares = self.layout.stages[stage].every_state_share.values()
-        return 1.0 + (UNEVEN - 1.0) * (1.0 - min(1.0, len(shares) * min(shares))) if shares else 1.0

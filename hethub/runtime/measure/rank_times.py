@@ -21,8 +21,8 @@ class RankTimes:
         spec = layout.replica(assignment.stage, assignment.replica)
         stage = layout.stages[assignment.stage]
         self._cost = costs.layer_cost(assignment.rank)
-        self._tp = costs.state.tensor_parallel(spec)
-        self._fraction = costs.state.rank_fractions(spec)[assignment.position]
+        self._tp = costs.state.rings.tensor_parallel(spec)
+        self._fraction = costs.state.rings.rank_fractions(spec)[assignment.position]
         self._recompute = stage.recompute
         self._defers_wgrad = layout.plan.schedule == "zero_bubble"
         self._first = 0 if assignment.stage == 0 else None

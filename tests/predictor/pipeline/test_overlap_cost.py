@@ -52,7 +52,7 @@ def test_a_steps_one_reduction_slows_the_backward_that_hides_it(zero: int) -> No
     times = 2 if zero == 0 else 1
     whole, norms = (
         times * each
-        for each in (costs.state.ring_seconds(0, num_bytes), costs.state.norms_seconds(0, costs.state.whole[0]))
+        for each in (costs.state.rings.seconds(0, num_bytes), costs.state.norms_seconds(0, costs.state.whole[0]))
     )
     tail, backward = whole * BUCKET_BYTES / num_bytes, costs.microbatch(0, 0, 1).backward.total
     slowed = COST * min(whole - tail, backward)
@@ -77,7 +77,7 @@ def test_layers_that_share_a_bucket_are_summed_behind_the_last_of_them(zero: int
 
 def test_cpus_are_priced_as_they_were_measured() -> None:
     state = costs_of("1f1b", 1, "CPU-core").state
-    whole = state.ring_seconds(0, 4 * state.most_parameters(0))
+    whole = state.rings.seconds(0, 4 * state.most_parameters(0))
     assert state.reduction(0).seconds == whole + state.norms_seconds(0, state.whole[0])
 
 

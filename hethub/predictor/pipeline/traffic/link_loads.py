@@ -127,7 +127,7 @@ class StateTraffic:
                 continue
             own = self._summed[stage]
             for position, part in enumerate(own.parts):
-                group = self.state.replica_group(stage, position)
+                group = self.state.rings.group(stage, position)
                 for operation, moved in own.moved.items():
                     num_bytes = part * moved + own.norms[operation] * (position == 0)
                     for resource, carried in self.state.network.ring_bytes(group, num_bytes, operation).items():
@@ -146,7 +146,7 @@ class StateTraffic:
         more = held / whole / sum(parts)  # than these parts: uneven shares hold others
         return sum(
             state.network.rank_bytes(
-                state.replica_group(stage, position), leader.ranks[0], own,
+                state.rings.group(stage, position), leader.ranks[0], own,
                 more * part * moved + summed.norms[operation] * (position == 0), operation,
             )
             for position, part in enumerate(parts)
