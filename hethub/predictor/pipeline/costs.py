@@ -14,8 +14,7 @@ from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.predictor.cost.resources import IN, Link
 from hethub.predictor.cost.software import Software, element_bytes
 from hethub.predictor.memory.state import optimizer_bytes
-from hethub.predictor.pipeline.overlap import Ends
-from hethub.predictor.pipeline.parts import MicrobatchCost, Parts
+from hethub.predictor.pipeline.overlap import Ends, MicrobatchCost, Parts
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.predictor.pipeline.traffic.link_loads import LinkLoads, Paces
 from hethub.predictor.pipeline.traffic.routes import Flow, Pair, Routes

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.parts import MicrobatchCost
+from hethub.predictor.pipeline.overlap import MicrobatchCost
 from hethub.predictor.pipeline.state_costs import Portion
 from hethub.predictor.pipeline.traffic.link_loads import Paces
 from hethub.predictor.pipeline.traffic.routes import Group

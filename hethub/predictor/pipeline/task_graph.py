@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.parts import Parts
+from hethub.predictor.pipeline.overlap import Parts
 from hethub.predictor.pipeline.replay import NONE, TaskGraph
 from hethub.predictor.pipeline.symmetry import FoldedCosts
 from hethub.predictor.pipeline.traffic.link_loads import Paces
