@@ -60,9 +60,18 @@ TRAINS_ON, TRAINS = ("nvidia", "amd", "cpu"), "llama"
 
 def not_trained(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> list[str]:
     """Why the plan cannot be trained, though it can be predicted: makers that hethub does not run on, and its model."""
-    makers = {cluster.places[rank].node.unnamed_device.vendor for rank in plan.ranks}
-    strange = sorted(makers - {*TRAINS_ON}) if not cluster.emulated else []
-    found = [f"hethub trains on {', '.join(TRAINS_ON)} alone, not on {', '.join(strange)}"] if strange else []
+    found = []
+    if not cluster.emulated:
+        working, idle = (
+            {cluster.places[rank].node.unnamed_device.vendor for rank in ranks} for ranks in (plan.ranks, plan.unused)
+        )
+        strange, started = sorted(working - {*TRAINS_ON}), sorted(idle - working - {*TRAINS_ON})
+        if strange:
+            found.append(f"hethub trains on {', '.join(TRAINS_ON)} alone, not on {', '.join(strange)}")
+        if started:
+            found.append(
+                f"hethub starts unused ranks too, and none on {', '.join(started)} (leave these nodes out of the cluster file)"
+            )
     return found + ([f"hethub trains family {TRAINS} alone, not {model.family}"] if model.family != TRAINS else [])
 
 

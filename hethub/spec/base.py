@@ -89,13 +89,15 @@ def _misplaced(value: Any, annotation: Any, path: KeyPath = ()) -> Iterator[tupl
     """Where a boolean stands, though what the annotation describes has none there (pydantic counts it as 1 or 0), and that
     annotation."""
     if isinstance(value, bool):
-        if annotation is not type(None) and not _mentions_bool(annotation) and _spec_in(annotation) is None:
+        if annotation is not type(None) and not _mentions(annotation, bool) and _spec_in(annotation) is None:
             yield path, annotation
     elif isinstance(value, list):
         for place, item in enumerate(value):
             yield from _misplaced(item, annotation, (*path, place))
     elif isinstance(value, Mapping):
         spec = _spec_in(annotation)
+        if spec is None and not _mentions(annotation, dict):
+            return  # a mapping has no place here, whatever is in it
         keys = (
             None
             if spec is None
@@ -106,8 +108,10 @@ def _misplaced(value: Any, annotation: Any, path: KeyPath = ()) -> Iterator[tupl
                 yield from _misplaced(item, annotation if keys is None else keys[key], (*path, key))
 
 
-def _mentions_bool(annotation: Any) -> bool:
-    return annotation is bool or any(map(_mentions_bool, getattr(annotation, "__args__", ())))
+def _mentions(annotation: Any, kind: type) -> bool:
+    return kind in (annotation, get_origin(annotation)) or any(
+        _mentions(each, kind) for each in getattr(annotation, "__args__", ())
+    )
 
 
 # Keys that tell one kind of our files from the others.
@@ -117,6 +121,7 @@ _TELLING = {
     "model file": ("hidden", "layers"),
     "cluster file": ("nodes",),
     "catalogue": ("nodes",),
+    "profile": ("devices",),
 }
 
 

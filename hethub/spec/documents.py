@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -280,9 +281,15 @@ def set_key(override: str, data: Any, source: Source) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Writes a file of its own. Raises OSError, which names the file also where a disk is full."""
+    """Writes a file, or the one that a link leads to, so that it is there as before or whole. What takes no file in its
+    place, as a pipe, is written to. Raises OSError, which names the file also where a disk is full."""
+    file = path.resolve()
+    is_replaced = path.is_file() or not path.exists()
     try:
-        path.write_text(text, encoding="utf-8")
+        if is_replaced and os.access(file.parent, os.W_OK, effective_ids=True):
+            write_whole(file, text)
+        else:
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         error.filename = str(path)
         raise
@@ -318,11 +325,13 @@ def unfinished_files(path: Path) -> list[Path]:
 def write_whole(path: Path, text: str) -> None:
     """Writes the file so that it is there as before or whole, whenever this process ends.
 
-    A link of that name is replaced, not followed. Raises OSError.
+    It keeps who may read it. A link of that name is replaced, not followed. Raises OSError.
     """
     unfinished = unfinished_of(path)
     try:
         with unfinished.open("w", encoding="utf-8") as file:
+            if path.is_file():
+                shutil.copymode(path, unfinished)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

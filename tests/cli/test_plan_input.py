@@ -171,6 +171,20 @@ def test_a_plan_that_cannot_be_run_says_so(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["not_trained"] == []
 
 
+def test_a_plan_that_leaves_a_maker_unused_that_cannot_be_started_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing was said of Gaudis without a layer, but every rank of the cluster file is started."""
+    slow = {**OWN, "name": "slow", "vendor": "intel", "fp32_tflops": 0.01, "bf16_tflops": 0.01}
+    job = write_job(tmp_path, [node(), node("g", slow, accelerators=1)], 4, {})
+    assert run(["plan", str(job), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["plan"]["unused"] == [2]
+    assert answer["not_trained"] == [
+        "hethub starts unused ranks too, and none on intel (leave these nodes out of the cluster file)"
+    ]
+
+
 @pytest.mark.parametrize("text", ["stages: [", "", "\N{BYTE ORDER MARK}[]"], ids=["broken", "empty", "a list"])
 def test_what_may_be_a_plan_is_not_called_a_job_alone(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from tests.support.command import needs_mpirun, one, ranks, start_mpirun, start_torchrun
-from tests.support.job_files import OTHER_STAGES, plan, write_job, write_pair_job, write_yaml
+from tests.support.command import check_refused, needs_mpirun, one, ranks, start_mpirun, start_torchrun
+from tests.support.job_files import OTHER_STAGES, plan, program_plan, write_job, write_pair_job, write_yaml
 
 STEPS = 6
 
@@ -122,6 +122,17 @@ def test_with_every_checkpoint_damaged_all_are_named(uninterrupted, tmp_path):
     assert all(not ended.paragraphs for ended in results[1:])
     assert "step-2" in results[0].paragraphs[-1]
     assert "step-4" in results[0].paragraphs[-1]
+
+
+@pytest.mark.parametrize("named", [["--set", "plan=auto"], ["--plan", "plan.yaml"]])
+def test_a_run_of_strategy_hap_under_another_plan_is_refused_by_that_name(uninterrupted, tmp_path, named):
+    """Twelve keys of its plan file were called unknown or missing; with a plan named an earlier version was blamed."""
+    job, whole = uninterrupted
+    run = cut_back(whole, tmp_path / "run", 4)
+    write_yaml(run / "plan.yaml", program_plan())
+    write_yaml(tmp_path / "plan.yaml", plan())
+    results = ranks(4, "train", job, *named, "--resume", run, cwd=tmp_path)
+    check_refused(results, "the run here is of strategy hap", "--set plan=hap")
 
 
 def test_a_finished_run_says_that_nothing_is_left(uninterrupted, tmp_path):

@@ -68,6 +68,15 @@ def test_resume_auto_begins_a_run_goes_on_with_it_and_says_when_it_is_done(job, 
     assert "all 8 steps are trained already" in done.stdout
 
 
+def test_a_start_with_no_step_left_to_train_leaves_the_folder_to_the_job_that_trained(job, tmp_path):
+    assert train(job, "--run-dir", "run", cwd=tmp_path).exit_code == 0
+    done = train(job, "--resume", "run", "--set", "train.lr=0.5", "--accept-changes", cwd=tmp_path)
+    assert "all 6 steps are trained already" in done.stdout
+    ended = train(job, "--resume", "run", "--set", "train.steps=8", cwd=tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    assert steps_of(tmp_path / "run") == list(range(1, 9))
+
+
 @pytest.mark.parametrize("run_dir", [[], ["--run-dir", "run"]])
 def test_resume_auto_goes_on_from_a_first_checkpoint_that_lacks_its_name(job, tmp_path, run_dir):
     """Its run was killed between the checkpoint's marker and its name."""

@@ -134,10 +134,12 @@ def test_commas_part_thousands_alone():
         ),
         (["watch", "."], "there is no run here: job.yaml is a job to train; name the folder that train printed"),
         (["diff", "plan.yaml", "job.yaml"], "this is a job file, as its key 'train' says; name a plan file"),
+        (["plan", "profile.json"], "this is a profile, as its key 'devices' says; name a job file here"),
     ],
 )
 def test_a_file_of_another_kind_is_called_what_it_is(arguments, words, tmp_path, capsys, monkeypatch):
     write_job(tmp_path)
+    (tmp_path / "profile.json").write_text('{"version": 1, "model": {"layers": 8, "tied_head": false}, "devices": {}}')
     monkeypatch.chdir(tmp_path)
     assert words in refused(capsys, *arguments)
 

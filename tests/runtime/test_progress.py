@@ -1,12 +1,13 @@
 """Progress off a terminal: lines where they are due, and nothing where another rank shows them."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from hethub.runtime.data.tokenise import _shown
-from hethub.runtime.loop.display import TrainingDisplay
+from hethub.runtime.loop.display import TrainingDisplay, describe
 from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.progress import ProgressDisplay, counted
 
@@ -50,6 +51,12 @@ def test_a_line_for_so_many_steps_says_everything_of_one(monkeypatch):
         "step 3/10  loss 2.5000  lr 1.00e-03  grad norm 0.750  0.500 s (predicted 0.400)  2,048 tokens/s (512 each)  "
         "MFU 31.2 %  2.00 GiB"
     )
+
+
+def test_steps_of_milliseconds_are_told_apart():
+    """Emulated 4.53 ms beside as many predicted stood as `0.004 s (predicted 0.005)`."""
+    line = describe(replace(metrics(3), step_seconds=0.00449, predicted_step_seconds=0.00453), 10, 4)
+    assert "  0.00449 s (predicted 0.00453)  " in line
 
 
 def metrics(step):

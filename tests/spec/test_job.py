@@ -127,6 +127,7 @@ def test_a_wrong_override_is_named(folder: Path, override: str, expected: str) -
         ({"train": {"compile": "fast"}}, "train.compile is 'fast', but input should be true or false"),
         ({"measure": False}, r"\(so YAML reads .*\), and this key takes neither; give 'auto', 'always' or 'never'\."),
         ({"replan": False}, "replan is yes or no .* give 'auto', 'report' or 'never'"),
+        ({"model": {"tied_head": True}}, "model is {'tied_head': True}, but input should be text"),
         ({"train": {"schedule": True}}, "give 'cosine', 'wsd', 'linear' or 'constant'"),
         ({"train": {"precision": "fp8"}}, "train.precision is 'fp8', but input should be 'fp64'"),
         ({"train": {"betas": [0.9, 1.0]}}, r"train.betas\[1\] is 1.0, but input should be less than 1"),

@@ -1,5 +1,6 @@
 """The loader: YAML maps one to one, and every mistake is a sentence with file, line and key path."""
 
+import resource
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -138,3 +139,23 @@ def test_a_file_that_cannot_be_written_is_named() -> None:
     """The system says of a full disk only that it is full."""
     with pytest.raises(OSError, match="/dev/full"):
         write_text("much\n", Path("/dev/full"))
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> None:
+    """On a full disk `hethub plan --out plan.yaml` left nothing of the plan there, and said that it was untouched."""
+    (tmp_path / "plan.yaml").write_text("edited\n")
+    (tmp_path / "plan.yaml").chmod(0o664)
+    (tmp_path / "link.yaml").symlink_to("plan.yaml")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        for name in ("plan.yaml", "link.yaml", "new.yaml"):
+            with pytest.raises(OSError, match=name):
+                write_text("much\n" * 100, tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "plan.yaml").read_text() == "edited\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.yaml", "plan.yaml"]
+    write_text("whole\n", tmp_path / "link.yaml")
+    assert (tmp_path / "plan.yaml").read_text() == "whole\n"
+    assert (tmp_path / "plan.yaml").stat().st_mode & 0o777 == 0o664

@@ -139,15 +139,20 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """The file, whose text is to be read. Raises BadInput where it is compressed, a parquet file, or in an encoding of
-    Windows'."""
+    """The file, whose text is to be read. Raises BadInput where it is compressed, a parquet or token file, or in an
+    encoding of Windows'."""
     file = path.open("rb")
-    start = file.peek(6)
+    start = file.peek(16)
     if start.startswith(b"PAR1"):
         file.close()
         raise BadInput(
             f"{path}: is a parquet file, and text is read as it is. A job reads it with source: parquet; for `hethub tokenise` "
             "write its column as jsonl."
+        )
+    if start.startswith(b"hethub tokens"):
+        file.close()
+        raise BadInput(
+            f"{path}: is a token file, and text is read as it is. A job reads it with source: tokens; take it out of a folder of text."
         )
     if found := next((how for magic, how in _COMPRESSED.items() if start.startswith(magic)), None):
         file.close()

@@ -43,15 +43,20 @@ def describe(metrics: StepMetrics, last_step: int, num_ranks: int, items: str = 
     """A step as one line."""
     norm = "skipped: fp16 overflow" if metrics.grad_norm is None else f"grad norm {metrics.grad_norm:.3f}"
     predicted = metrics.predicted_step_seconds
-    beside = "" if predicted is None else f" (predicted {predicted:.3f})"
+    beside = "" if predicted is None else f" (predicted {_seconds(predicted)})"
     rate = metrics.tokens_per_second
     mfu = "" if metrics.mfu is None else f"  MFU {metrics.mfu:.1f} %"
     return (
         f"step {metrics.step}/{last_step}  loss {show_loss(metrics)}  lr {metrics.lr:.2e}  {norm}  "
-        f"{metrics.step_seconds:.3f} s{beside}  {rate:,.0f} {items}/s ({rate / num_ranks:,.0f} each){mfu}  "
+        f"{_seconds(metrics.step_seconds)} s{beside}  {rate:,.0f} {items}/s ({rate / num_ranks:,.0f} each){mfu}  "
         f"{metrics.memory_bytes / 2**30:.2f} GiB"
     )
 
 
 def show_loss(metrics: StepMetrics) -> str:
     return "overflow" if metrics.loss is None else f"{metrics.loss:.4f}"
+
+
+def _seconds(seconds: float) -> str:
+    """To three digits at least: emulated steps, and a GPU's of a small model, take milliseconds."""
+    return f"{seconds:.3f}" if seconds >= 0.1 or seconds == 0 else f"{seconds:#.3g}"

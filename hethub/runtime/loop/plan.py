@@ -25,7 +25,7 @@ from hethub.spec.job import Job, JobSpec, load_plan_of
 from hethub.spec.layout.bind import Layout, bind, bind_file
 from hethub.spec.layout.execution import check_executable
 from hethub.spec.plan import PlanSpec, load_plan
-from hethub.spec.program import ProgramPlanSpec
+from hethub.spec.program import ProgramPlanSpec, is_program_plan
 
 _PLANNING_SECONDS = 3600.0  # how long the other ranks wait for rank 0's plan
 
@@ -210,15 +210,22 @@ def _plan_file(job: Job, plan_path: Path | None, opened: OpenedFolder, cluster: 
     A resumed run keeps its plan, unless the job has moved to another cluster or batch since.
     """
     named, folder = plan_path or job.plan_path, opened.folder
-    if named is not None or not opened.goes_on or not folder.plan.exists():
+    if not opened.goes_on or not folder.plan.exists():
         return named
     try:
         saved = load_plan(folder.plan)
     except BadInput as error:
+        if is_program_plan(folder.plan):
+            raise BadInput(
+                f"{folder.path}: the run here is of strategy hap, and no other plan takes its checkpoints. Go on with --set plan=hap, "
+                "or begin a new run."
+            ) from None
+        if named is not None:
+            return named
         raise BadInput(
             f"{error} Restore the plan, name one with --plan, or delete it: one is then found anew."
         ) from None
-    return folder.plan if is_kept(saved, saved.num_ranks, job, cluster) else None
+    return named or (folder.plan if is_kept(saved, saved.num_ranks, job, cluster) else None)
 
 
 def is_kept(saved: PlanSpec | ProgramPlanSpec, ranks: int, job: Job, cluster: ClusterSpec) -> bool:

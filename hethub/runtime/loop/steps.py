@@ -148,7 +148,8 @@ class StepLoop:
 
     def _open(self) -> list[str]:
         """Begins the run folder, or goes on in it; what is to be said of losses there."""
-        self._start_folder({"islands": self.world.islands, "relays": self.world.relays, **self.world.counters()})
+        if self.done < self.last:  # else nothing is trained: the folder keeps the job and the plan of its steps
+            self._start_folder({"islands": self.world.islands, "relays": self.world.relays, **self.world.counters()})
         return self.folder.cut_metrics(self.done)
 
     def _opening(self, warnings: Sequence[str], told: Sequence[str]) -> list[str]:
