@@ -256,6 +256,7 @@ def test_a_save_takes_the_place_of_one_of_the_same_step(tmp_path: Path) -> None:
 
 def test_a_run_s_last_save_is_its_newest_marker_s(tmp_path: Path) -> None:
     """By it `--resume auto` takes the newest run; a save that lacks but its name counts."""
+    (tmp_path / "step-12").touch()  # of somebody else's
     assert integrity.newest_marker(tmp_path) is None
     for name, written in (("step-1", 100), ("step-2", 300), ("step-10", 200), ("step-11.partial", 400)):
         (tmp_path / name).mkdir()
