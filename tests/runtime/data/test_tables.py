@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hethub.runtime.data import Dataset, open_dataset
+from hethub.runtime.data.tables import table_files, table_pieces
 from hethub.spec.errors import BadInput
 from hethub.spec.job import DataSpec
 
@@ -58,6 +59,20 @@ def test_categories_of_pandas_are_text(tmp_path: Path) -> None:
 def test_rows_of_a_saved_dataset_come_in_its_order() -> None:
     data = opened(SAVED.parent, source="hf", path="saved_dataset")
     assert tokens(data) == documents("ééé", *(f"row {row}" for row in range(5)))
+
+
+def test_a_files_bytes_are_shared_among_its_rows(tmp_path: Path) -> None:
+    """By them progress is told, whose whole is the files' sizes."""
+    path = write(tmp_path / "a.parquet")
+    found = [piece.num_bytes for piece in table_pieces([path], "parquet", "text")]
+    size = path.stat().st_size
+    assert 2998 * (size // 3000) <= sum(found) <= size
+    assert max(found) - min(found) <= 1
+    files = table_files(SAVED, "hf")
+    assert len(files) == 2
+    for file in files:
+        rows = [piece.num_bytes for piece in table_pieces([file], "hf", "text")]
+        assert 0 < sum(rows) <= file.stat().st_size
 
 
 def test_a_column_that_is_not_there_is_named_with_its_neighbours(tmp_path: Path) -> None:
