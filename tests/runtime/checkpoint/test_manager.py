@@ -254,6 +254,15 @@ def test_a_save_takes_the_place_of_one_of_the_same_step(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
+def test_a_save_takes_the_place_of_a_link_and_leaves_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "COMPLETE").touch()
+    (tmp_path / "step-3").symlink_to("elsewhere")
+    (tmp_path / "step-3.partial").mkdir()
+    assert not integrity.complete(tmp_path / "step-3.partial", {}).is_symlink()
+    assert (tmp_path / "elsewhere" / "COMPLETE").exists()
+
+
 def test_a_run_s_last_save_is_its_newest_marker_s(tmp_path: Path) -> None:
     """By it `--resume auto` takes the newest run; a save that lacks but its name counts."""
     (tmp_path / "step-12").touch()  # of somebody else's

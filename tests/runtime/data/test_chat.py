@@ -185,7 +185,7 @@ def test_a_template_that_does_not_do_is_named(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, template=None)
     with pytest.raises(BadInput, match=r"needs a chat template, and the tokenizer tokenizer\.json has none"):
         opened(tmp_path, [CHAT])
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "tool_use", "template": "no"}]}')
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": ["no", {"name": "tool_use"}]}')
     with pytest.raises(BadInput, match=r"needs a chat template, and the tokenizer tokenizer\.json has none"):
         opened(tmp_path, [CHAT])
     for template, words in {

@@ -123,6 +123,7 @@ def test_a_folder_that_is_no_saved_dataset_is_refused(tmp_path: Path) -> None:
     (copy / "data-00001-of-00002.arrow").write_bytes(b"nonsense")
     with pytest.raises(BadInput, match="cannot be read as a file of a saved dataset"):
         opened(tmp_path, source="hf", path="copy")
-    (copy / "state.json").write_text('{"_data_files": [{"filename": "../secret.arrow"}]}')
-    with pytest.raises(BadInput, match="names no data files of the folder"):
-        opened(tmp_path, source="hf", path="copy")
+    for state in ('{"_data_files": [{"filename": "../secret.arrow"}]}', "[]"):
+        (copy / "state.json").write_text(state)
+        with pytest.raises(BadInput, match="names no data files of the folder"):
+            opened(tmp_path, source="hf", path="copy")
