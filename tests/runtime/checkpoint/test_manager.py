@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from hethub.runtime.checkpoint import CheckpointManager, integrity, iterate_weights, read_record
+from hethub.runtime.checkpoint import CheckpointManager, integrity, iterate_weights, read_record, shared
 from hethub.runtime.checkpoint.integrity import candidates, checksums, faults, finish_cut_off
 from hethub.runtime.checkpoint.shared import require_shared
 from hethub.spec.errors import BadInput, RunFailed
 from tests.support.checkpoints import newest_intact, train_and_save
+from tests.support.command import HANG_SECONDS
 from tests.support.layouts import MODEL, Case, build_trainer, replica, stage
 from tests.support.ranks import run_ranks
 
@@ -349,6 +350,19 @@ def look_for_probe(world: Any, folders: list[Path]) -> None:
 def test_a_folder_that_some_ranks_do_not_see_is_refused(tmp_path: Path) -> None:
     run_ranks(2, look_for_probe, [tmp_path / "here", tmp_path / "there"])
     assert not list((tmp_path / "here").iterdir())
+
+
+def test_a_new_file_that_a_folder_shows_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            (tmp_path / ".probe-token").touch()
+
+    monkeypatch.setattr(shared.time, "sleep", sleep)
+    assert shared._look(tmp_path, "token", 1, patience_seconds=HANG_SECONDS) is None
+    assert len(waited) == 3
 
 
 def look_beside_what_is_left(world: Any, folder: Path) -> None:
