@@ -81,7 +81,7 @@ def newest_marker(root: Path) -> float | None:
     None where there is none."""
     times = []
     for path in [*candidates(root), *partials(root)]:
-        with suppress(FileNotFoundError):  # it has none, or its run is just removing it
+        with suppress(FileNotFoundError, NotADirectoryError):  # none is there, or its run is just removing it
             times.append((path / MARKER).stat().st_mtime)
     return max(times, default=None)
 

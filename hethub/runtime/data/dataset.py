@@ -122,8 +122,7 @@ class Dataset:
         sources, places = draws(np.arange(first + start, first + stop, dtype=np.int64), self._shares)
         for number, stream in enumerate(self.streams):
             chosen = sources == number
-            if chosen.any():
-                yield stream, chosen, stream.starts(places[chosen] + self._offsets[number])
+            yield stream, chosen, stream.starts(places[chosen] + self._offsets[number])
 
     @property
     def predicts_all(self) -> bool:

@@ -216,7 +216,7 @@ def _from_text(source: TextSource, cache_dir: Path | None) -> _Tokens:
 
 def _in_memory(source: TextSource) -> tuple[NDArray[Any], Marks]:
     batches = list(source.batches())
-    if not batches:
+    if not any(len(batch.tokens) for batch in batches):
         raise source.empty()
     before = np.cumsum([0, *(len(batch.tokens) for batch in batches)])
     ends = np.concatenate([batch.ends + start for batch, start in zip(batches, before, strict=False)])

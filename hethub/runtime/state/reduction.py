@@ -223,7 +223,7 @@ def _launch_order(state: StateMap, assignment: Assignment) -> list[Bucket]:
     tied = [b for b in state.buckets if b.chunk is None and any(rank in p.group.contributors for p in b.pieces)]
     order = []
     for chunk in reversed(range(len(state.layout.stages[stage].chunks))):
-        inside = [bucket for bucket in own if bucket.chunk == chunk and bucket not in tied]
+        inside = [bucket for bucket in own if bucket.chunk == chunk]
         order += [bucket for bucket in reversed(inside) if bucket.decays]
         order += [bucket for bucket in inside if not bucket.decays]
     return order + tied

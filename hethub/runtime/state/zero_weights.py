@@ -101,8 +101,8 @@ class ZeroWeights:
             self._storage.parameters[placed.info.name].weight = shaped(view, placed)
 
     def free(self, unit: int) -> None:
-        """Lets the unit's weights go."""
-        self.finish(unit)  # a gather that nobody waited for must end before its memory may go
+        """Lets the unit's weights go, which somebody has waited for."""
+        assert self._present[unit].is_complete  # a gather under way writes to its memory
         del self._present[unit]
         for placed, _ in self._storage.unit_maps[unit].held:
             # Not a view of the buffer, which would keep all of it.

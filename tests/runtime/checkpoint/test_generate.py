@@ -156,6 +156,23 @@ def copied(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "copied"))
 
 
+def test_text_ends_where_transformers_ends_it(copied: Path, tmp_path: Path) -> None:
+    export(copied, tmp_path / "hf")
+    model = transformers().LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
+    ids, options = torch.tensor([list(PROMPT.encode())]), {"do_sample": False, "pad_token_id": END}
+    (on,) = model.generate(ids, max_new_tokens=40, **options)
+    end = int(on[len(PROMPT) + 9])
+    (ended,) = model.generate(ids, max_new_tokens=40, eos_token_id=end, **options)
+    assert ended[-1] == end
+    assert len(ended) < len(on)
+    newest = copied / "checkpoints" / "step-3"
+    record = json.loads((newest / "record.json").read_text())
+    (newest / "record.json").write_text(json.dumps(record | {"end_of_document": end}))
+    sign(newest)
+    text = "".join(generate(copied, PROMPT, tokens=40, temperature=0.0, seed=1))
+    assert text == bytes(ended[len(PROMPT) : -1].tolist()).decode(errors="replace")
+
+
 def test_an_older_checkpoint_can_be_named(copied: Path, tmp_path: Path) -> None:
     checkpoints = copied / "checkpoints"
     assert export(checkpoints / "step-2", tmp_path / "two").startswith("step 2 of")

@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from hethub.runtime.checkpoint import CheckpointManager, integrity, iterate_weights, read_record
+from hethub.runtime.checkpoint import CheckpointManager, integrity, iterate_weights, read_record, shared
 from hethub.runtime.checkpoint.integrity import candidates, checksums, faults, finish_cut_off
 from hethub.runtime.checkpoint.shared import require_shared
 from hethub.spec.errors import BadInput, RunFailed
 from tests.support.checkpoints import newest_intact, train_and_save
+from tests.support.command import HANG_SECONDS
 from tests.support.layouts import MODEL, Case, build_trainer, replica, stage
 from tests.support.ranks import run_ranks
 
@@ -254,8 +255,18 @@ def test_a_save_takes_the_place_of_one_of_the_same_step(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
+def test_a_save_takes_the_place_of_a_link_and_leaves_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "COMPLETE").touch()
+    (tmp_path / "step-3").symlink_to("elsewhere")
+    (tmp_path / "step-3.partial").mkdir()
+    assert not integrity.complete(tmp_path / "step-3.partial", {}).is_symlink()
+    assert (tmp_path / "elsewhere" / "COMPLETE").exists()
+
+
 def test_a_run_s_last_save_is_its_newest_marker_s(tmp_path: Path) -> None:
     """By it `--resume auto` takes the newest run; a save that lacks but its name counts."""
+    (tmp_path / "step-12").touch()  # of somebody else's
     assert integrity.newest_marker(tmp_path) is None
     for name, written in (("step-1", 100), ("step-2", 300), ("step-10", 200), ("step-11.partial", 400)):
         (tmp_path / name).mkdir()
@@ -339,6 +350,19 @@ def look_for_probe(world: Any, folders: list[Path]) -> None:
 def test_a_folder_that_some_ranks_do_not_see_is_refused(tmp_path: Path) -> None:
     run_ranks(2, look_for_probe, [tmp_path / "here", tmp_path / "there"])
     assert not list((tmp_path / "here").iterdir())
+
+
+def test_a_new_file_that_a_folder_shows_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            (tmp_path / ".probe-token").touch()
+
+    monkeypatch.setattr(shared.time, "sleep", sleep)
+    assert shared._look(tmp_path, "token", 1, patience_seconds=HANG_SECONDS) is None
+    assert len(waited) == 3
 
 
 def look_beside_what_is_left(world: Any, folder: Path) -> None:

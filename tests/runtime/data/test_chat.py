@@ -94,7 +94,8 @@ def test_targets_that_are_not_learnt_count_for_nothing(tmp_path: Path) -> None:
     assert number == data.streams[0].trained[1 : data.num_windows * 8 + 1].sum()
 
 
-MARKED = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% set said = m.content %}{{ said }}
+MARKED = """{% for m in messages %}
+    {% if m.role == 'assistant' %}{% generation %}{% set said = m.content %}{{ said }}
 {% endgeneration %}{% else %}{{ {'<é>': m.content} | tojson }}{{ m | tojson(indent=2) }}{{ said is defined }}{% endif %}{% endfor %}"""
 
 
@@ -182,6 +183,9 @@ def test_a_first_token_alone_is_nothing_to_learn() -> None:
 
 def test_a_template_that_does_not_do_is_named(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, template=None)
+    with pytest.raises(BadInput, match=r"needs a chat template, and the tokenizer tokenizer\.json has none"):
+        opened(tmp_path, [CHAT])
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": ["no", {"name": "tool_use"}]}')
     with pytest.raises(BadInput, match=r"needs a chat template, and the tokenizer tokenizer\.json has none"):
         opened(tmp_path, [CHAT])
     for template, words in {

@@ -1,5 +1,6 @@
 """The dataset: batches depend on seed and step alone, every window comes once an epoch, bad data is refused."""
 
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from hethub.runtime.data import Dataset, open_dataset
 from hethub.runtime.data import fingerprint as fingerprint_module
 from hethub.runtime.data import stream as stream_module
 from hethub.runtime.data.fingerprint import fingerprint
+from hethub.runtime.data.opening import text_sources
 from hethub.runtime.data.order import permuted
 from hethub.spec.errors import BadInput
 from hethub.spec.job import DataSpec
+from tests.runtime.data.test_sources import save_tokenizer
 
 SEQ_LEN = 8
 
@@ -176,6 +179,19 @@ def test_python_stdlib_is_text_of_documents() -> None:
     compile(start, "first module", "exec")
     again = open_dataset(DataSpec(), Path("/"), seq_len=128, seed=2, vocab=300)
     assert again.fingerprint == data.fingerprint
+
+
+def test_the_standard_library_is_kept_for_its_python_and_not_as_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_dataset(DataSpec(), tmp_path, seq_len=2, seed=1, vocab=257, cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    save_tokenizer(tmp_path / "tokenizer.json")
+    (source,) = text_sources(DataSpec(source="python-stdlib", tokenizer="tokenizer.json"), tmp_path)
+    assert not source.is_cheap
+    here = source.kept_in(tmp_path)
+    monkeypatch.setattr(platform, "python_version", lambda: "3.99")
+    assert source.kept_in(tmp_path) != here
 
 
 def test_bytes_need_a_vocabulary_of_257() -> None:

@@ -35,6 +35,12 @@ def test_each_source_gives_its_share_at_every_moment(weights: list[float], num_s
         assert all(abs(own - due) <= len(weights) for own, due in zip(taken, fair, strict=True))
 
 
+def test_the_first_source_takes_its_share_rounded() -> None:
+    """A run that goes on counts on this very order: a quarter of n samples, rounded half up, grows at the 2nd, 6th and 10th."""
+    sources, _ = draws(np.arange(10), shares_of([1, 3]))
+    assert sources.tolist() == [1, 0, 1, 1, 1, 0, 1, 1, 1, 0]
+
+
 def test_shares_stay_exact_after_billions_of_samples() -> None:
     shares = shares_of([0.7, 0.2, 0.1])
     first = 3 * 10**11

@@ -137,6 +137,15 @@ def test_empty_data_is_refused(tmp_path: Path) -> None:
         opened(tmp_path, source="jsonl", path="folder")
 
 
+def test_text_of_which_a_tokenizer_makes_nothing_is_refused(tmp_path: Path) -> None:
+    """Without a cache the run ended in numpy's words."""
+    save_tokenizer(tmp_path / "tokenizer.json", end=None)
+    (tmp_path / "a.txt").write_text(" \n ")
+    for cache in (None, tmp_path / "cache"):
+        with pytest.raises(BadInput, match=r"a\.txt: there is no text in it"):
+            opened(tmp_path, source="text", path="a.txt", tokenizer="tokenizer.json", cache_dir=cache)
+
+
 def test_text_that_is_no_utf8_is_named_with_its_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources_module, "PIECE_BYTES", 8)
     (tmp_path / "a.txt").write_bytes(b"first line\n" * 3 + b"ab\xff")
@@ -266,7 +275,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
         opened(tmp_path, source="text", path="one.txt", tokenizer="tokenizer.json", vocab=4)
 
 
-def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_broken_tokenizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "one.txt").write_text("a b c a")
     with pytest.raises(BadInput, match=r"tokenizer\.json: the tokenizer cannot be read"):
         opened(tmp_path, source="text", path="one.txt", tokenizer="tokenizer.json")
@@ -274,6 +283,9 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_bytes(content)
         with pytest.raises(BadInput, match=r"tokenizer\.json: this is no tokenizer\.json"):
             opened(tmp_path, source="text", path="one.txt", tokenizer="tokenizer.json")
+    monkeypatch.setattr(tokenizer_module, "_MOST_FILE_BYTES", 7)
+    with pytest.raises(BadInput, match=r"tokenizer\.json: is longer than 7 bytes"):
+        opened(tmp_path, source="text", path="one.txt", tokenizer="tokenizer.json")
 
 
 def test_cached_tokens_are_found_again_until_the_text_changes(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hethub.runtime.data import Dataset, open_dataset
+from hethub.runtime.data.tables import table_files, table_pieces
 from hethub.spec.errors import BadInput
 from hethub.spec.job import DataSpec
 
@@ -60,6 +61,20 @@ def test_rows_of_a_saved_dataset_come_in_its_order() -> None:
     assert tokens(data) == documents("ééé", *(f"row {row}" for row in range(5)))
 
 
+def test_a_files_bytes_are_shared_among_its_rows(tmp_path: Path) -> None:
+    """By them progress is told, whose whole is the files' sizes."""
+    path = write(tmp_path / "a.parquet")
+    found = [piece.num_bytes for piece in table_pieces([path], "parquet", "text")]
+    size = path.stat().st_size
+    assert 2998 * (size // 3000) <= sum(found) <= size
+    assert max(found) - min(found) <= 1
+    files = table_files(SAVED, "hf")
+    assert len(files) == 2
+    for file in files:
+        rows = [piece.num_bytes for piece in table_pieces([file], "hf", "text")]
+        assert 0 < sum(rows) <= file.stat().st_size
+
+
 def test_a_column_that_is_not_there_is_named_with_its_neighbours(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", column="txt")
     with pytest.raises(BadInput, match=r"a\.parquet: has no column 'text'; did you mean 'txt'"):
@@ -108,6 +123,7 @@ def test_a_folder_that_is_no_saved_dataset_is_refused(tmp_path: Path) -> None:
     (copy / "data-00001-of-00002.arrow").write_bytes(b"nonsense")
     with pytest.raises(BadInput, match="cannot be read as a file of a saved dataset"):
         opened(tmp_path, source="hf", path="copy")
-    (copy / "state.json").write_text('{"_data_files": [{"filename": "../secret.arrow"}]}')
-    with pytest.raises(BadInput, match="names no data files of the folder"):
-        opened(tmp_path, source="hf", path="copy")
+    for state in ('{"_data_files": [{"filename": "../secret.arrow"}]}', "[]"):
+        (copy / "state.json").write_text(state)
+        with pytest.raises(BadInput, match="names no data files of the folder"):
+            opened(tmp_path, source="hf", path="copy")

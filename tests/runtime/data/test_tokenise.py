@@ -15,6 +15,7 @@ import pytest
 from hethub.cli import run
 from hethub.runtime.data import Dataset, open_dataset
 from hethub.runtime.data import tokenise as tokenise_module
+from hethub.runtime.data import tokenizer as tokenizer_module
 from hethub.runtime.data.sources import Piece
 from hethub.runtime.data.token_file import HEADER_BYTES, MAGIC, token_file_writer
 from hethub.runtime.data.tokenise import tokenise
@@ -247,6 +248,16 @@ def test_the_largest_token_may_come_early(tmp_path: Path) -> None:
     ends = opened(tmp_path / "out").streams[0].ends
     assert ends is not None
     assert ends.tolist() == [2, 4, 6]  # counted from the file's first token
+
+
+def test_documents_of_a_text_in_memory_end_where_their_end_tokens_are(
+    texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "_BATCH_PIECES", 1)
+    (made,) = open_dataset(DataSpec(source="text", path="."), texts, seq_len=2, seed=1, vocab=257).streams
+    assert made.ends is not None
+    assert made.ends.tolist() == (np.flatnonzero(made.tokens == END) + 1).tolist()
+    assert len(made.ends) > 1
 
 
 def test_tokenising_needs_no_torch() -> None:

@@ -2,8 +2,10 @@
 
 import io
 import json
+import math
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -11,6 +13,7 @@ from rich.console import Console
 
 from hethub.runtime.loop.display import TrainingDisplay, describe
 from hethub.runtime.loop.plan import OpenedFolder, _plan_file
+from hethub.runtime.loop.step_report import StepOutcome, StepReporter, gather_outcome
 from hethub.runtime.loop.stop_signal import StopSignal
 from hethub.runtime.measure.speed_classes import tell_apart
 from hethub.runtime.metrics import StepMetrics
@@ -175,6 +178,36 @@ def test_a_long_run_prints_a_plain_line_for_so_many_steps():
     assert "grad norm 1.000" in lines[0]
     assert lines[-1].startswith("step 1000/1000")
     assert len(lines) == 20
+
+
+def test_a_step_is_what_all_ranks_say_together():
+    """Loss and squares come times the loss scale, 8: (24 + 8) / 8, and the root of 48² + 64² by 8."""
+
+    class World:
+        def all_gather_objects(self, own):
+            return [own, [8.0, 64.0**2, 700, False, True, {"forward": 2.0}]]
+
+    found = gather_outcome(
+        World(),
+        loss=24.0,
+        square_sum=48.0**2,
+        memory_bytes=500,
+        stop_requested=False,
+        busy_seconds=None,
+        loss_scale=8.0,
+    )
+    assert (found.loss, found.grad_norm, found.memory_bytes) == (4.0, 10.0, 700)
+    assert (found.stop_requested, found.save_failed) == (False, True)
+    assert found.busy_seconds == (None, {"forward": 2.0})
+
+
+def test_a_line_has_a_steps_tokens_and_their_rate(job):
+    layout = bind(load_plan_of(job, job.plan_path), job.model, job.cluster)
+    reporter = StepReporter(SimpleNamespace(counters=lambda: {"operations": [], "links": []}), layout)
+    times = {"step_seconds": 0.5, "predicted_step_seconds": None, "lr": 0.1, "loss_scale": 1.0, "time_scale": None}
+    for loss, told in ((2.0, 2.0), (math.inf, None)):
+        line = reporter.metrics(1, StepOutcome(loss, 1.0, 0, False, False, ()), **times)
+        assert (line.loss, line.tokens, line.tokens_per_second) == (told, 8 * 32, 512.0)
 
 
 def test_a_skipped_step_says_so():

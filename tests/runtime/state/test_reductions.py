@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
 
 from hethub.runtime.state import reduction
+from hethub.runtime.state.parameter import Parameter
 from hethub.spec.layout.execution import Kind
 from tests.runtime.state.test_gathers import ENTER, WAIT, Logged
 from tests.support.layouts import Case, build_trainer, replica, stage
@@ -59,3 +61,16 @@ def test_a_units_sum_is_begun_before_the_one_before_it_is_waited_for() -> None:
             most = max(most, len(under_way))
         assert under_way == set()
         assert most == 2
+
+
+def test_a_product_in_parts_is_one_contribution() -> None:
+    """The head's, whose logits come some tokens at a time: a sum begun before the last part would leave it out."""
+    parameter, done = Parameter("head", torch.zeros(3, 2), torch.empty(3, 2)), list[Parameter]()
+    parameter.uses = 1
+    parameter.start_step(2, done.append)
+    left, right = torch.arange(24.0).view(3, 8), torch.arange(16.0).view(8, 2)
+    for start in range(0, 8, 2):
+        assert not done
+        parameter.add_product(left[:, start : start + 2], right[start : start + 2], completes=start in (2, 6))
+    assert done == [parameter]
+    assert torch.equal(parameter.grad, left @ right)
