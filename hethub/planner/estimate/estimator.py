@@ -90,9 +90,9 @@ class Estimator:
         for candidate, stages in zip(new, self._rows.divided(new), strict=True):
             self._least[candidate] = max([own.seconds for own in stages])
 
-    def samples(self, candidate: Candidate, index: int) -> list[int]:
-        """About how many samples each of a stage's replicas takes, by groups."""
-        return self._rows.divided_at(candidate, index).samples
+    def samples(self, candidate: Candidate) -> list[list[int]]:
+        """About how many samples each replica takes, by stages and groups."""
+        return [own.samples for own in self._rows.divided([candidate])[0]]
 
     def of(self, candidate: Candidate) -> Estimate:
         """All that is estimated of a candidate."""

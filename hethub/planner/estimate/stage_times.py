@@ -117,15 +117,18 @@ class StageTimes:
         at = self._coefficients(*own[:3], Mode.of(stage, pattern), place)
         return _room(at, stage.layers, shards, slack * self.problem.capacity(own.device_type))
 
-    def largest(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, held: float) -> int:
+    def largest(
+        self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, held: float, slack: float = 1.0
+    ) -> int:
         """The largest micro-batch up to that of the group with which its ranks have memory for so many microbatches;
         0 where one sample is too much."""
-        key = (stage.layers, stage.recompute, stage.zero, stage.offload, stage.ranks, own[:3], place, pattern, held)
+        asked = (own[:3], place, pattern, held, slack)
+        key = (stage.layers, stage.recompute, stage.zero, stage.offload, stage.ranks, asked)
         found = self._largest.get(key)
         if found is None:
 
             def is_able(size: int) -> bool:
-                room = self.room(stage, own._replace(micro_batch=size), place, pattern)
+                room = self.room(stage, own._replace(micro_batch=size), place, pattern, slack)
                 return bool(room.free >= held * max(room.microbatch, 1.0))
 
             found = self._largest[key] = largest_able(is_able, own.micro_batch)
