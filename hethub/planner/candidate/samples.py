@@ -32,8 +32,6 @@ def earliest_finish(total: int, per_sample: np.ndarray, numbers: np.ndarray) -> 
     """[case]: when the last replica ends, `total` whole samples divided best, each replica having one at least;
     `numbers` [sort] or [case, sort] of like replicas, 0 where a case has none, need `per_sample` [case, sort] seconds:
     parts of a microbatch are taken as proportional. At most a millionth of the slowest's one sample too late."""
-    if numbers.shape[-1] == 1:
-        return per_sample[:, 0] * np.ceil(total / numbers[..., 0])
     low = total / (numbers / per_sample).sum(axis=1)
     slowest = np.where(numbers > 0, per_sample, 0.0).max(axis=1)
     high = low + slowest  # time for one more sample on everyone

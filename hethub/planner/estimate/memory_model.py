@@ -49,18 +49,6 @@ class Coefficients(NamedTuple):
         """Those on the line to others, a `part` of the way."""
         return Coefficients(*(one + part * (two - one) for one, two in zip(self, other, strict=True)))
 
-    def fixed(self, layers: int, held: int, place: int) -> float:
-        """Bytes whatever the replicas."""
-        return float(
-            self.once[place]
-            + self.layer[place] * layers
-            + held * (self.microbatch[place] + self.layer_microbatch[place] * layers)
-        )
-
-    def state(self, layers: int, place: int) -> float:
-        """Bytes of state, before replicas share it."""
-        return float(self.state_once[place] + self.state_layer[place] * layers)
-
     def most_layers(self, held: np.ndarray, shards: "int | np.ndarray", capacity: "float | np.ndarray") -> np.ndarray:
         """Layers, and parts of one, that fit beside so many microbatches held and state cut into so many shards."""
         per_layer = self.layer + held * self.layer_microbatch + self.state_layer / shards

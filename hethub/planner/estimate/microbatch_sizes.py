@@ -12,12 +12,12 @@ Where = Sequence[tuple[int, int | None]]  # stages, each with one device type of
 def resized(candidate: Candidate, where: Where, estimator: Estimator, step: int) -> Candidate:
     """The candidate with microbatches of the next larger (`step` 1) or smaller (-1) even size in `where`, or (0) evened
     out."""
-    changed = {}
+    changed, samples = {}, estimator.samples(candidate)
     for index, device_type in where:
-        stage, samples = candidate.stages[index], estimator.samples(candidate, index)
+        stage = candidate.stages[index]
         sizes = [
             _next_even(own, taken, step, estimator) if device_type in (None, own.device_type) else own.micro_batch
-            for own, taken in zip(stage.groups, samples, strict=True)
+            for own, taken in zip(stage.groups, samples[index], strict=True)
         ]
         changed[index] = stage.with_sizes(sizes)
     return candidate.with_stages(changed)
@@ -44,10 +44,11 @@ def fitted(candidate: Candidate, estimator: Estimator) -> Candidate | None:
     evened; None where one sample is too much."""
     if estimator.problem.constraints.micro_batch:
         return None
-    last, holds, changed = len(candidate.stages) - 1, estimator.of(candidate).holds, {}
-    for index, (stage, held) in enumerate(zip(candidate.stages, holds, strict=True)):
+    last, changed = len(candidate.stages) - 1, {}
+    each = zip(candidate.stages, estimator.of(candidate).holds, estimator.samples(candidate), strict=True)
+    for index, (stage, held, taken) in enumerate(each):
         place, sizes = position(index == 0, index == last), []
-        for own, samples in zip(stage.groups, estimator.samples(candidate, index), strict=True):
+        for own, samples in zip(stage.groups, taken, strict=True):
             most = estimator.times.largest(stage, own, place, candidate.pattern, held)
             if not most:
                 return None

@@ -71,11 +71,6 @@ class StageRows:
             self._remember(list(new.values()), self._times.divided(list(new.values())))
         return [[known[key] for key in keys] for keys in every]
 
-    def divided_at(self, candidate: Candidate, index: int) -> Divided:
-        """How one of a candidate's stages divides the samples."""
-        key = (candidate.stages[index].core, _places(len(candidate.stages))[index], candidate.even)
-        return self._divided[key] if key in self._divided else self.divided([candidate])[0][index]
-
     def _fill(self, new: Sequence[Placed]) -> None:
         """Fills the last rows."""
         figures, division, room = self._times.estimates(new)

@@ -3,7 +3,6 @@
 Arrays are [stage] or [stage, sort]: where a stage has fewer sorts of replicas than others, nobody is of the rest.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from hethub.planner.estimate.stage_figures import Division, Placed, Room, Side, 
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import is_cpu
-from hethub.predictor.cost.groups import Group, Operation
+from hethub.predictor.cost.groups import Operation
 from hethub.predictor.cost.node_links import host_gbytes_per_second
 from hethub.predictor.memory.state import optimizer_bytes
 from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
@@ -117,15 +116,18 @@ class StageTimes:
         at = self._coefficients(*own[:3], Mode.of(stage, pattern), place)
         return _room(at, stage.layers, shards, slack * self.problem.capacity(own.device_type))
 
-    def largest(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, held: float) -> int:
+    def largest(
+        self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, held: float, slack: float = 1.0
+    ) -> int:
         """The largest micro-batch up to that of the group with which its ranks have memory for so many microbatches;
         0 where one sample is too much."""
-        key = (stage.layers, stage.recompute, stage.zero, stage.offload, stage.ranks, own[:3], place, pattern, held)
+        asked = (own[:3], place, pattern, held, slack)
+        key = (stage.layers, stage.recompute, stage.zero, stage.offload, stage.ranks, asked)
         found = self._largest.get(key)
         if found is None:
 
             def is_able(size: int) -> bool:
-                room = self.room(stage, own._replace(micro_batch=size), place, pattern)
+                room = self.room(stage, own._replace(micro_batch=size), place, pattern, slack)
                 return bool(room.free >= held * max(room.microbatch, 1.0))
 
             found = self._largest[key] = largest_able(is_able, own.micro_batch)
@@ -133,18 +135,27 @@ class StageTimes:
 
     def collective(self, groups: Sequence[ReplicaGroup], zero: int = 1) -> tuple[float, float]:
         """Seconds of a reduce-scatter or an all-gather over replicas, under ZeRO-0 of half an all-reduce: of any, and
-        more per byte."""
+        more per byte. As if each sort of replica were the first to be assigned."""
         sorts = tuple([(own.device_type, own.tp, own.number) for own in groups])
         return self._collective(sorts, "reduce_scatter" if zero else "all_reduce")
 
     @memoized
     def _collective(self, sorts: tuple[tuple[int, int, int], ...], operation: Operation) -> tuple[float, float]:
-        group, network = self._group(sorts), self.costs.network
+        return self.collective_over([rank for sort in sorts for rank in self._first_ranks(*sort)], operation)
+
+    def collective_over(self, ranks: Sequence[int], operation: Operation = "reduce_scatter") -> tuple[float, float]:
+        """The same over these ranks."""
+        group, network = self.costs.network.group(ranks), self.costs.network
         one, two = (
             network.reduce_scatter(group, num_bytes, network.sharing(group), operation) for num_bytes in _PROBED
         )
         per_byte = (two - one) / (_PROBED[1] - _PROBED[0])
         return one - per_byte * _PROBED[0], per_byte
+
+    def _first_ranks(self, device_type: int, tp: int, number: int) -> list[int]:
+        """One of each of the device type's first units of this degree."""
+        units = self.problem.units(device_type, tp)
+        return [unit.ranks[0] for unit in units if unit.tp == tp][:number]
 
     def _side_by_side(self, stages: Sequence[Placed]) -> Side:
         width = max([len(placed.stage.groups) for placed in stages])
@@ -318,25 +329,6 @@ class StageTimes:
             slowest = np.where(part > 0, np.maximum(slowest, seconds), slowest)
         fetched = owned * optimizer_bytes(self.costs.width) * self._host_both_ways[own.device_types].max(axis=1)
         return np.where(_offloads(own, "optimizer"), np.maximum(slowest, fetched), slowest)
-
-    def _group(self, sorts: Sequence[tuple[int, int, int]]) -> Group:
-        """Where one rank of every replica is, as if they were the first to be assigned."""
-        machines: Counter[int] = Counter()
-        islands: Counter[str] = Counter()
-        for device_type, tp, number in sorts:
-            island, left = self.problem.device_types[device_type].island, number
-            for ranks in self.problem.device_types[device_type].machines:
-                here = min(left, len(ranks) // tp)
-                if here:
-                    machines[self.costs.network.places[ranks[0]].machine] += here
-                    islands[island] += here
-                left -= here
-        # Whether links reach each other is asked of those that share the first machine.
-        joined = all(
-            self.costs.network.joined(self.problem.device_types[device_type].machines[0][: tp * number])
-            for device_type, tp, number in sorts
-        )
-        return Group(machines.total(), tuple(machines.items()), tuple(islands.items()), joined=joined)
 
 
 def _offloads(own: Side, what: Offload) -> np.ndarray:

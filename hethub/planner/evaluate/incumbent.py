@@ -77,14 +77,9 @@ class Incumbent:
         """All plans that fit, the fastest first."""
         return sorted(self.fitting.values(), key=lambda evaluation: evaluation.seconds)
 
-    @property
-    def hopeful_seconds(self) -> float:
-        """Up to which step a plan may be the answer: it may have a smaller mean than a faster one."""
-        return STEADY * self.best_seconds
-
     def may_win(self, candidate: Candidate) -> bool:
         """Whether the candidate's busiest replica computes for so short a time that its plan may be the answer."""
-        return self.costs.least(candidate) < self.hopeful_seconds
+        return self.costs.least(candidate) < STEADY * self.best_seconds
 
     def rank(self, evaluation: Evaluation) -> tuple[bool, float]:
         """What evaluations are compared by: those that fit first, by their step, then by how far they are over memory."""

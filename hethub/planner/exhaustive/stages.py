@@ -2,7 +2,7 @@
 every mode."""
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from hethub.planner.candidate.candidate import CandidateStage, Pattern, ReplicaGroup, merged
 from hethub.planner.candidate.materialize import Replica, StageChoice, plan_of
-from hethub.planner.candidate.samples import largest_able
 from hethub.planner.estimate.memory_model import position
 from hethub.planner.estimate.stage_times import NEARLY, StageTimes
 from hethub.planner.problem.problem import Problem, Unit
@@ -234,15 +233,10 @@ class StageCosts:
         """Whether a rank may run microbatches of so many samples and has memory for one: [replica, samples]."""
         most = [min(self.most, self.problem.at_most(unit.device_type, self.most)) for unit in units]
         if (times := self.times) is not None:
-            groups = [ReplicaGroup(unit.device_type, unit.tp, 1, 1) for unit in units]
-            stage = CandidateStage(layers, merged(groups), mode.recompute, mode.zero)
-
-            def holds(own: ReplicaGroup, size: int) -> bool:
-                sized = own._replace(micro_batch=size)
-                room = times.room(stage, sized, place, Pattern(self.schedule), NEARLY)
-                return bool(room.microbatch <= room.free)
-
-            most = [largest_able(partial(holds, own), limit) for own, limit in zip(groups, most, strict=True)]
+            own = zip(units, most, strict=True)
+            groups = [ReplicaGroup(unit.device_type, unit.tp, limit, 1) for unit, limit in own]
+            stage, pattern = CandidateStage(layers, merged(groups), mode.recompute, mode.zero), Pattern(self.schedule)
+            most = [times.largest(stage, group, place, pattern, 1, NEARLY) for group in groups]
         return np.arange(self.most + 1) <= np.array(most)[:, None]
 
     def _mode(self, shape: Shape, layers: Sequence[int], stage: int, zero: int, recompute: Recompute) -> Mode:

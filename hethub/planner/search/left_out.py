@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 from hethub.planner.evaluate.evaluator import Evaluation
@@ -72,26 +73,25 @@ def _first_units(incumbent: Incumbent) -> Iterator[tuple[Problem, list[int]]]:
     for power in reversed(range((len(units) // least).bit_length())):
         first = units[: least << power]
         ranks, used = {rank for unit in first for rank in unit.ranks}, {unit.device_type for unit in first}
-        device_types = [
-            replace(
-                own, machines=tuple(filter(None, (tuple(filter(ranks.__contains__, each)) for each in own.machines)))
-            )
-            if device_type in used
-            else own
-            for device_type, own in enumerate(problem.device_types)
-        ]
-        yield replace(problem, device_types=tuple(device_types)), sorted(used)
+        yield _with_ranks(problem, used, ranks), sorted(used)
 
 
 def _fewer_machines(problem: Problem) -> Iterator[tuple[Problem, list[int]]]:
     """The question with 1, 2, 4, … machines of a device type, and that type: behind slow interfaces the others may cost more
     than they add."""
     for number in problem.usable:
-        device_type = problem.device_types[number]
-        others = problem.device_types[:number], problem.device_types[number + 1 :]
-        for few in (1 << power for power in range((len(device_type.machines) - 1).bit_length())):
-            part = replace(device_type, machines=device_type.machines[:few])
-            yield replace(problem, device_types=(*others[0], part, *others[1])), [number]
+        machines = problem.device_types[number].machines
+        for power in range((len(machines) - 1).bit_length()):
+            yield _with_ranks(problem, {number}, set(chain(*machines[: 1 << power]))), [number]
+
+
+def _with_ranks(problem: Problem, used: set[int], ranks: set[int]) -> Problem:
+    """The question with no more than these ranks of the device types used."""
+    device_types = list(problem.device_types)
+    for number in used:
+        left = (tuple(filter(ranks.__contains__, machine)) for machine in device_types[number].machines)
+        device_types[number] = replace(device_types[number], machines=tuple(filter(None, left)))
+    return replace(problem, device_types=tuple(device_types))
 
 
 def _behind_one_link(problem: Problem) -> list[list[int]]:

@@ -144,19 +144,14 @@ def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Ite
                 yield _each(candidate, chosen, zero=zero)
     for part in OFFLOADED:
         for chosen in _ones_and_all(stages, everywhere):
-            stages_of = {index: candidate.stages[index] for index in chosen}
-            if any(part in stage.offload for stage in stages_of.values()):
-                changed = {
-                    index: replace(stage, offload=tuple(own for own in stage.offload if own != part))
-                    for index, stage in stages_of.items()
-                }
-            else:  # what room this makes is for what was computed again
-                changed = {
-                    index: replace(
-                        stage, offload=tuple(sorted({*stage.offload, part})), recompute=problem.recomputes[0]
-                    )
-                    for index, stage in stages_of.items()
-                }
+            changed = {index: candidate.stages[index] for index in chosen}
+            back = any(part in stage.offload for stage in changed.values())
+            for index, stage in changed.items():
+                if back:
+                    changed[index] = replace(stage, offload=tuple(own for own in stage.offload if own != part))
+                else:  # what room this makes is for what was computed again
+                    offload = tuple(sorted({*stage.offload, part}))
+                    changed[index] = replace(stage, offload=offload, recompute=problem.recomputes[0])
             yield candidate.with_stages(changed)
     for pattern in patterns(problem, candidate):
         if pattern != candidate.pattern:

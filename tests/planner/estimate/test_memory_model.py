@@ -3,7 +3,7 @@
 import pytest
 
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.memory_model import ONLY
+from hethub.planner.estimate.memory_model import ONLY, Coefficients
 from hethub.planner.estimate.memory_probes import Mode
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
@@ -14,6 +14,12 @@ from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Offload, ReplicaSpec, StageSpec
 from tests.planner.problems import TINY, cluster, every_plan, kind_of
+
+
+def bytes_of(own: Coefficients, layers: int, held: int, place: int, shards: float = 1.0) -> float:
+    at = Coefficients(*(part[place] for part in own))
+    kept = at.once + at.layer * layers + held * (at.microbatch + at.layer_microbatch * layers)
+    return kept + (at.state_once + at.state_layer * layers) / shards
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -42,8 +48,7 @@ def test_the_memory_model_is_the_predictors_memory(tied, depth):
                 device_type, replica.tp, replica.micro_batch, Mode(stage.recompute, problem.usual_zero)
             )
             shards = len(stage.ranks) / replica.tp if stage.zero else 1
-            mine = coefficients.fixed(stage.num_layers, in_flight[s][0], place)
-            mine += coefficients.state(stage.num_layers, place) / shards
+            mine = bytes_of(coefficients, stage.num_layers, in_flight[s][0], place, shards)
             assert mine == pytest.approx(found[replica.ranks[0]].bytes, rel=0.03)
 
 
@@ -60,7 +65,7 @@ def test_an_accelerator_alone_on_its_island_has_no_communicator(others):
     (found,) = rank_memory(bind(plan, TINY, alone))
     device_type = next(index for index, own in enumerate(problem.device_types) if own.accelerator.name == "T4")
     coefficients = UnitCosts(problem).coefficients(device_type, 1, 1, Mode("none", problem.usual_zero))
-    mine = coefficients.fixed(6, 1, ONLY) + coefficients.state(6, ONLY)
+    mine = bytes_of(coefficients, 6, 1, ONLY)
     assert mine == pytest.approx(found.bytes, rel=0.01)
 
 
@@ -80,5 +85,5 @@ def test_between_probed_micro_batches_and_without_the_optimizers_state_a_rank_ho
     plan = problem.plan("1f1b", [StageSpec(layers=((0, 8),), replicas=replicas, zero=zero, offload=offload)])
     (found, _) = rank_memory(bind(plan, model, on))
     coefficients = UnitCosts(problem).coefficients(0, 1, micro_batch, Mode("none", zero, offload))
-    mine = coefficients.fixed(8, 1, ONLY) + coefficients.state(8, ONLY) / (2 if zero else 1)
+    mine = bytes_of(coefficients, 8, 1, ONLY, 2 if zero else 1)
     assert mine == pytest.approx(found.bytes, rel=0.01)

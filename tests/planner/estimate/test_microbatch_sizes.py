@@ -31,7 +31,7 @@ def test_resized_microbatches_change_in_number_and_no_further_than_asked():
             changed = resized(candidate, [(0, None)], estimator, step)
             assert changed.stages[1:] == candidate.stages[1:]
             assert changed.shape == candidate.shape
-            taken = estimator.samples(candidate, 0)
+            taken = estimator.samples(candidate)[0]
             for before, after, most in zip(candidate.stages[0].groups, changed.stages[0].groups, taken, strict=True):
                 assert (after.micro_batch - min(before.micro_batch, most)) * step >= 0
                 usual = min(before.micro_batch, most)

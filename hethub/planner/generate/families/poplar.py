@@ -7,18 +7,15 @@ largest batch that it ends within the step's time; that time is searched. State 
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import partial
 from heapq import nsmallest
 from itertools import accumulate
 from typing import NamedTuple
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, merged
+from hethub.planner.candidate.candidate import PLAIN, Candidate, CandidateStage, Pattern, ReplicaGroup, merged
 from hethub.planner.candidate.materialize import Replica, StageChoice
-from hethub.planner.candidate.samples import largest_able
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import ONLY
-from hethub.planner.estimate.memory_probes import Mode
 from hethub.planner.generate.families.uniform import units_in_order
 from hethub.planner.generate.families.whole import candidate_of, meeting_seconds
 from hethub.planner.problem.problem import Problem
@@ -34,14 +31,18 @@ def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
         return
     for recompute in problem.recomputes:
         for zero in (level for level in problem.zeros if level < 2):
+            # Beyond a few even shares nobody gets a whole microbatch.
+            stage, most = _stage(problem, recompute, zero), -(-problem.batch.global_batch // problem.size) * 4
             sizes = [
-                _peak(problem, costs.unit_costs, device_type, recompute, zero)
-                for device_type in range(len(problem.device_types))
+                max(
+                    (size for size in problem.micro_batches if size <= largest),
+                    key=lambda size: size / _seconds(problem, costs.unit_costs, k, recompute, size),
+                    default=0,
+                )
+                for k, largest in enumerate(_largest_fitting(problem, costs, stage, most))
             ]
             if all(sizes):
-                groups = [ReplicaGroup(k, 1, size or 1, problem.device_types[k].size) for k, size in enumerate(sizes)]
-                stage = CandidateStage(problem.model.layers, merged(groups), recompute, zero)
-                yield Candidate((stage,), pattern=Pattern(problem.schedule))
+                yield Candidate((stage.with_sizes(sizes),), pattern=Pattern(problem.schedule))
 
 
 def propose_whole(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
@@ -53,7 +54,7 @@ def propose_whole(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
         for recompute in problem.recomputes
         for zero in problem.zeros
         if zero >= 2
-        for steps in _shared_steps(problem, costs.unit_costs, recompute, zero)
+        for steps in _shared_steps(problem, costs, recompute, zero)
     ]
     for index, (steps, recompute, zero) in enumerate(nsmallest(EVALUATED, found)):
         replicas = _replicas(problem, steps)
@@ -66,28 +67,22 @@ def _is_allowed(problem: Problem) -> bool:
     return problem.constraints.tp in (None, 1) and problem.allows([problem.size])
 
 
-def _peak(problem: Problem, unit_costs: UnitCosts, device_type: int, recompute: Recompute, zero: int) -> int | None:
-    """The micro-batch at which an accelerator of the device type is fastest among those that fit; None where none does."""
-    most = -(-problem.batch.global_batch // problem.size) * 4  # beyond a few even shares nobody gets a whole microbatch
-    mode = Mode(recompute, zero)
-    able = [
-        b
-        for b in problem.micro_batches
-        if b <= problem.at_most(device_type, most) and _fits(problem, unit_costs, device_type, mode, b)
-    ]
-    return max(able, key=lambda b: b / _seconds(problem, unit_costs, device_type, recompute, b), default=None)
+def _stage(problem: Problem, recompute: Recompute, zero: int) -> CandidateStage:
+    """All accelerators, a replica each, by device type."""
+    groups = [ReplicaGroup(k, 1, 1, device_type.size) for k, device_type in enumerate(problem.device_types)]
+    return CandidateStage(problem.model.layers, merged(groups), recompute, zero)
+
+
+def _largest_fitting(problem: Problem, costs: Estimator, stage: CandidateStage, most: int) -> list[int]:
+    """By device type, the largest micro-batch up to `most` and to what its ranks measured, with which they fit; 0 where
+    none does."""
+    groups = (own._replace(micro_batch=problem.at_most(own.device_type, most)) for own in stage.groups)
+    return [costs.times.largest(stage, own, ONLY, PLAIN, 1) for own in groups]
 
 
 def _seconds(problem: Problem, unit_costs: UnitCosts, device_type: int, recompute: Recompute, batch: int) -> float:
     """Of a microbatch on the whole model."""
     return unit_costs.rate(device_type, 1, batch, recompute).microbatch(problem.model.layers, True, True).total
-
-
-def _fits(problem: Problem, unit_costs: UnitCosts, device_type: int, mode: Mode, batch: int) -> bool:
-    """Whether an accelerator of the device type has memory for microbatches of that size beside its part of the state."""
-    own, layers = unit_costs.coefficients(device_type, 1, batch, mode), problem.model.layers
-    shared = own.state(layers, ONLY) / (problem.size if mode.zero else 1)
-    return own.fixed(layers, 1, ONLY) + shared <= problem.capacity(device_type)
 
 
 class _Steps(NamedTuple):
@@ -98,13 +93,14 @@ class _Steps(NamedTuple):
     batches: tuple[int, ...]
 
 
-def _shared_steps(problem: Problem, unit_costs: UnitCosts, recompute: Recompute, zero: int) -> set[_Steps]:
+def _shared_steps(problem: Problem, costs: Estimator, recompute: Recompute, zero: int) -> set[_Steps]:
     """All micro-step times with the largest batches that end within them and fit."""
-    total, fixed = problem.batch.global_batch, problem.constraints.micro_batch
+    total, fixed, unit_costs = problem.batch.global_batch, problem.constraints.micro_batch, costs.unit_costs
+    fitting = _largest_fitting(problem, costs, _stage(problem, recompute, zero), max(problem.micro_batches))
     numbers = [device_type.size for device_type in problem.device_types]
     curves = [
         {size: _seconds(problem, unit_costs, k, recompute, size) for size in range(1, most + 1)}
-        for k, most in enumerate(_largest_fitting(problem, unit_costs, Mode(recompute, zero)))
+        for k, most in enumerate(fitting)
     ]
     # When microbatches of all sizes end, ascending, and the largest that has ended by then.
     ordered = [sorted((seconds, size) for size, seconds in curve.items()) for curve in curves]
@@ -138,12 +134,3 @@ def _replicas(problem: Problem, steps: _Steps) -> list[Replica] | None:
     last = [part.size for part in split_by_shares(left, batches)]
     samples = [(steps.number - 1) * batch + more for batch, more in zip(batches, last, strict=True)]
     return list(map(Replica, units, batches, samples)) if min(samples) >= 1 else None
-
-
-def _largest_fitting(problem: Problem, unit_costs: UnitCosts, mode: Mode) -> list[int]:
-    """By device type, the largest micro-batch that the job allows and with which its ranks fit; 0 where none does."""
-    widest = max(problem.micro_batches)
-    return [
-        largest_able(partial(_fits, problem, unit_costs, k, mode), problem.at_most(k, widest))
-        for k in range(len(problem.device_types))
-    ]
