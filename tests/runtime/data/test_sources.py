@@ -393,12 +393,3 @@ def test_a_compressed_file_is_called_so(tmp_path: Path, source: str) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
     with pytest.raises(BadInput, match=r"a\.jsonl\.gz: is compressed by gzip.* Unpack"):
         opened(tmp_path, source=source, path="a.jsonl.gz")
-
-
-@pytest.mark.parametrize("source", ["text", "jsonl"])
-def test_a_token_file_in_a_folder_of_text_is_called_so(tmp_path: Path, source: str) -> None:
-    """Its zeros are UTF-8: what `hethub tokenise corpus --out corpus/all.bin` wrote was trained on as text."""
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    tokenise([tmp_path], "bytes", tmp_path / "b.jsonl", progress=False)
-    with pytest.raises(BadInput, match=r"b\.jsonl: is a token file.* source: tokens"):
-        opened(tmp_path, source=source, path=str(tmp_path))

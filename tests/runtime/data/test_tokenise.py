@@ -288,3 +288,11 @@ def test_two_hosts_that_share_a_folder_write_apart(tmp_path: Path, monkeypatch: 
         two.append(batch)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert opened(path)
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_a_token_file_in_a_folder_of_text_is_called_so(texts: Path, source: str) -> None:
+    """Its zeros are UTF-8: what `hethub tokenise corpus --out corpus/all.bin` wrote was trained on as text."""
+    tokenise([texts], "bytes", texts / "c.jsonl", progress=False)
+    with pytest.raises(BadInput, match=r"c\.jsonl: is a token file.* source: tokens"):
+        open_dataset(DataSpec(source=source, path=texts.name), texts.parent, seq_len=4, seed=1, vocab=257)
