@@ -34,12 +34,14 @@ class Rings:
 
     @memoized
     def group(self, stage: int, position: int) -> Group:
-        """The ranks at one position of every replica: who sums one shard's gradients. Positions are those of the widest
-        replica, and several of its ranks hold what one of a narrower replica does."""
+        """The ranks at one position of every replica: who sums one shard's gradients."""
+        return self.network.group(self._ranks(stage, position), self._owned(stage))
+
+    def _ranks(self, stage: int, position: int) -> list[int]:
+        """Positions are those of the widest replica, and several of its ranks hold what one of a narrower replica does."""
         replicas = self.layout.stages[stage].replicas
         widest = max(replica.tp for replica in replicas)
-        ranks = [replica.ranks[position * replica.tp // widest] for replica in replicas]
-        return self.network.group(ranks, self._owned(stage))
+        return [replica.ranks[position * replica.tp // widest] for replica in replicas]
 
     @memoized
     def unlike(self, stage: int) -> list[tuple[Group, int, float]]:
@@ -47,37 +49,47 @@ class Rings:
         parameters each sums: all, or a head of keys and values that several ranks of a replica hold."""
         model, replicas = self.layout.model, self.layout.stages[stage].replicas
         widest, heads = max(replica.tp for replica in replicas), model.num_kv_heads
-        found = {self.group(stage, position): 1.0 for position in range(widest)}
+        found = {self.group(stage, at): (self._sharing(stage, at), 1.0) for at in range(widest)}
         if widest > heads * self.software.context_parallel:
             part = 2 * model.hidden * model.head_size / self._layer_parameters(stage)
             for head in range(heads):
                 holders = [r.ranks[head * r.tp // heads : -(-(head + 1) * r.tp // heads)] for r in replicas]
-                found.setdefault(self.network.group(sum(holders, ())), part)
-        return [(group, self.network.sharing(group), part) for group, part in found.items()]
+                group = self.network.group(sum(holders, ()))
+                found.setdefault(group, (self.network.sharing(group), part))
+        return [(group, *rest) for group, rest in found.items()]
+
+    def _sharing(self, stage: int, position: int) -> int:
+        """How many such groups share a machine's interfaces at once, if all its accelerators are in one: those that meet
+        the same rank of a narrower replica take turns."""
+        places, pieces = self.layout.cluster.places, self._pieces(stage)
+        most, at_once = max(pieces.values()), list[int]()
+        for rank in self._ranks(stage, position):
+            here = sum(places[other].machine == places[rank].machine for other in self._ranks(stage, position))
+            at_once.append(self.network.machines[places[rank].machine].accelerators // here * pieces[rank] // most)
+        return max(1, min(at_once))
 
     def seconds(self, stage: int, num_bytes: float, *, is_cut: bool = True) -> float:
         """Seconds of a reduce-scatter or an all-gather of what the stage's fullest rank holds, where nothing is sharded of
         half an all-reduce, in the group where it takes longest. Where replicas are cut (`is_cut`) in unlike places that
         rank meets others in each piece, one piece after the other."""
         operation: Operation = "reduce_scatter" if self.layout.stages[stage].zero else "all_reduce"
-        pieces = self._pieces(stage) if is_cut else 1
+        pieces = max(self._pieces(stage).values()) if is_cut else 1
         return self._unevenness(stage) * max(
             pieces * self.network.reduce_scatter(group, part * num_bytes / pieces, sharing, operation)
             for group, sharing, part in self.unlike(stage)
         )
 
     @memoized
-    def _pieces(self, stage: int) -> int:
-        """In how many pieces the cuts of all replicas leave what one rank holds, at most."""
-        cuts = {
-            tuple(map(self._rounded, accumulate(self.rank_fractions(r)))) for r in self.layout.stages[stage].replicas
-        }
+    def _pieces(self, stage: int) -> dict[int, int]:
+        """In how many pieces the cuts of all replicas leave what each rank holds."""
+        replicas = self.layout.stages[stage].replicas
+        cuts = [[0.0, *(round(cut, 6) for cut in accumulate(self.rank_fractions(replica)))] for replica in replicas]
         ends = {end for own in cuts for end in own}
-        return max(sum(start < end <= stop for end in ends) for own in cuts for start, stop in pairwise([0.0, *own]))
-
-    @staticmethod
-    def _rounded(cut: float) -> float:
-        return round(cut, 6)
+        return {
+            rank: sum(start < end <= stop for end in ends)
+            for replica, own in zip(replicas, cuts, strict=True)
+            for rank, (start, stop) in zip(replica.ranks, pairwise(own), strict=True)
+        }
 
     @memoized
     def _owned(self, stage: int) -> dict[int, float]:
