@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Candidate, Pattern, assign_units
+from hethub.planner.candidate.candidate import Candidate, Pattern, merged
 from hethub.planner.estimate import in_flight
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.stage_figures import StageEstimate
@@ -46,7 +46,6 @@ class Estimator:
         self._rows = StageRows(self.times)
         self._estimated: dict[Candidate, Estimate] = {}
         self._least: dict[Candidate, float] = {}
-        self._tied_seconds: dict[object, float] = {}  # by shape
 
     def estimate(self, candidates: Iterable[Candidate]) -> list[float]:
         """The estimated steps of all candidates at once. Asking for each is then for nothing."""
@@ -294,17 +293,11 @@ class Estimator:
         return most.min(axis=-1)
 
     def _tied(self, candidate: Candidate) -> float:
-        """Seconds to sum a tied head's gradients over the ranks that both ends are assigned, and to send its new weights."""
-        found = self._tied_seconds.get(candidate.shape)
-        if found is None:
-            found, assigned = 0.0, assign_units(candidate, self.problem)
-            if assigned is not None:
-                units = [unit for unit, _ in (*assigned[0], *assigned[-1])]
-                latency, per_byte = self.times.collective_over([unit.ranks[0] for unit in units])
-                each = self.problem.model.vocab * self.problem.model.hidden / min(unit.tp for unit in units)
-                found = 2 * latency + per_byte * each * (self.unit_costs.gradient_width + self.unit_costs.width)
-            self._tied_seconds[candidate.shape] = found
-        return found
+        """Seconds to sum a tied head's gradients over the ranks of both ends, and to send its new weights."""
+        groups = merged([*candidate.stages[0].groups, *candidate.stages[-1].groups])
+        latency, per_byte = self.times.collective(groups)
+        each = self.problem.model.vocab * self.problem.model.hidden / min(own.tp for own in groups)
+        return 2 * latency + per_byte * each * (self.unit_costs.gradient_width + self.unit_costs.width)
 
 
 class _SideBySide(NamedTuple):

@@ -141,11 +141,8 @@ class StageTimes:
 
     @memoized
     def _collective(self, sorts: tuple[tuple[int, int, int], ...], operation: Operation) -> tuple[float, float]:
-        return self.collective_over([rank for sort in sorts for rank in self._first_ranks(*sort)], operation)
-
-    def collective_over(self, ranks: Sequence[int], operation: Operation = "reduce_scatter") -> tuple[float, float]:
-        """The same over these ranks."""
-        group, network = self.costs.network.group(ranks), self.costs.network
+        network = self.costs.network
+        group = network.group([rank for sort in sorts for rank in self._first_ranks(*sort)])
         one, two = (
             network.reduce_scatter(group, num_bytes, network.sharing(group), operation) for num_bytes in _PROBED
         )

@@ -124,7 +124,8 @@ def _stepped(candidate: Candidate, where: Where, problem: Problem, step: int) ->
 
 
 def _next(own: ReplicaGroup, problem: Problem, step: int) -> int:
-    """The group's next smaller or larger micro-batch."""
+    """The group's next smaller or larger micro-batch among those searched; of a size between these the smallest, from
+    which larger ones are reached: the nearest ones instead made three of 27 reference questions 0.1 to 2 % slower."""
     sizes, value = problem.micro_batches, own.micro_batch
     position = sizes.index(value) + step if value in sizes else 0
     return problem.at_most(own.device_type, sizes[min(max(position, 0), len(sizes) - 1)])

@@ -95,19 +95,6 @@ def test_chunks_over_slow_links_are_estimated_as_they_are_predicted(pattern: Pat
     assert costs.seconds(found.candidate) == pytest.approx(found.seconds, rel=0.05)
 
 
-@pytest.mark.parametrize("gbps", [0.05, 0.1, 1.0])
-@pytest.mark.parametrize(("size", "replicas", "tp"), [(2, 1, 1), (4, 2, 1), (4, 1, 2)])
-def test_a_tied_head_is_summed_where_the_ends_lie(gbps: float, size: int, replicas: int, tp: int) -> None:
-    """Four stages on two nodes: the ends, estimated as if both were on the first, took 0.13 to 0.88 of the prediction."""
-    on = cluster(("amd", size, 0.05, 4.0), ("amd", size, 0.05, 4.0))
-    on = on.replace(nodes=tuple(node.replace(gbps_per_nic=gbps) for node in on.nodes))
-    asked = pose(TINY.replace(layers=12, vocab=8000, tied_head=True), on, Batch(8, 64, "fp32"), ConstraintsSpec())
-    costs = Estimator(asked)
-    found = Evaluator(asked, costs).evaluate(Candidate((stage(3, ReplicaGroup(0, tp, 1, replicas)),) * 4))
-    assert found is not None
-    assert costs.seconds(found.candidate) == pytest.approx(found.seconds, rel=0.01)
-
-
 def test_stages_of_unlike_widths_are_estimated_together_as_alone() -> None:
     asked = problem(zero=3)
     times = StageTimes(asked, UnitCosts(asked))
