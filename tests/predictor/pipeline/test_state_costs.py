@@ -251,6 +251,21 @@ def test_replicas_of_unlike_degrees_own_unlike_parts_piece_by_piece(degrees: tup
     assert met * latency <= costs.rings.seconds(0, 1e-6) <= 1.25 * met * latency
 
 
+def test_groups_that_meet_the_same_rank_take_turns() -> None:
+    """A replica of one rank beside one of two: both groups pass the one rank, whose halves go one after the other. On a
+    machine with more accelerators they were priced as at once, too, which took twice as long."""
+    on = cluster(("A100-SXM4-80GB", 1, 3), ("A100-SXM4-80GB", 1, 2), gbps=10)
+    replicas = [{"ranks": ranks, "micro_batch": 1, "samples": 8} for ranks in ([0], [3, 4])]
+    plan = {
+        "model": LLAMA_8B.name, "cluster": on.name, "global_batch": 16, "seq_len": 2048, "precision": "bf16",
+        "stages": [{"layers": [[0, LLAMA_8B.layers]], "replicas": replicas}], "unused": [1, 2],
+    }  # fmt: skip
+    network = Network(on)
+    costs = StateCosts(bind(PlanSpec.model_validate(plan), LLAMA_8B, on), HETHUB, network, lambda s, p: (1.0, 2.0))
+    alone = network.reduce_scatter(network.group([0, 3]), 1e9, 1, "all_reduce")
+    assert costs.rings.seconds(0, 2e9) == pytest.approx(2 * alone)
+
+
 @pytest.mark.parametrize(("degree", "heads"), [(4, 1), (8, 2), (8, 4)])
 def test_heads_that_ranks_share_are_summed_whole(degree: int, heads: int) -> None:
     """The state map tells what each group sums of a layer. Ranks at one position are on one machine, a replica's on as many
