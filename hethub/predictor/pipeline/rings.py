@@ -61,11 +61,15 @@ class Rings:
     def _sharing(self, stage: int, position: int) -> int:
         """How many such groups share a machine's interfaces at once, if all its accelerators are in one: those that meet
         the same rank of a narrower replica take turns."""
-        places, pieces = self.layout.cluster.places, self._pieces(stage)
-        most, at_once = max(pieces.values()), list[int]()
-        for rank in self._ranks(stage, position):
-            here = sum(places[other].machine == places[rank].machine for other in self._ranks(stage, position))
-            at_once.append(self.network.machines[places[rank].machine].accelerators // here * pieces[rank] // most)
+        group, pieces = self.group(stage, position), self._pieces(stage)
+        if self._most_pieces(stage) == 1:
+            return self.network.sharing(group)
+        on_machine, at_once = dict(group.machines), list[int]()
+        for replica, rank in zip(self.layout.stages[stage].replicas, self._ranks(stage, position), strict=True):
+            machine = self.layout.cluster.places[rank].machine
+            own = pieces[replica.tp, replica.tensor_shares][replica.ranks.index(rank)]
+            groups = self.network.machines[machine].accelerators // on_machine[machine]
+            at_once.append(groups * own // self._most_pieces(stage))
         return max(1, min(at_once))
 
     def seconds(self, stage: int, num_bytes: float, *, is_cut: bool = True) -> float:
@@ -73,22 +77,28 @@ class Rings:
         half an all-reduce, in the group where it takes longest. Where replicas are cut (`is_cut`) in unlike places that
         rank meets others in each piece, one piece after the other."""
         operation: Operation = "reduce_scatter" if self.layout.stages[stage].zero else "all_reduce"
-        pieces = max(self._pieces(stage).values()) if is_cut else 1
+        pieces = self._most_pieces(stage) if is_cut else 1
         return self._unevenness(stage) * max(
             pieces * self.network.reduce_scatter(group, part * num_bytes / pieces, sharing, operation)
             for group, sharing, part in self.unlike(stage)
         )
 
+    def _most_pieces(self, stage: int) -> int:
+        return max(map(max, self._pieces(stage).values()))
+
     @memoized
-    def _pieces(self, stage: int) -> dict[int, int]:
-        """In how many pieces the cuts of all replicas leave what each rank holds."""
-        replicas = self.layout.stages[stage].replicas
-        cuts = [[0.0, *(round(cut, 6) for cut in accumulate(self.rank_fractions(replica)))] for replica in replicas]
-        ends = {end for own in cuts for end in own}
+    def _pieces(self, stage: int) -> dict[tuple[object, ...], list[int]]:
+        """By degree and shares of a replica, in how many pieces the cuts of all replicas leave what each of its ranks
+        holds."""
+        unlike = {(replica.tp, replica.tensor_shares): replica for replica in self.layout.stages[stage].replicas}
+        cuts = {
+            key: [0.0, *(round(cut, 6) for cut in accumulate(self.rank_fractions(replica)))]
+            for key, replica in unlike.items()
+        }
+        ends = {end for own in cuts.values() for end in own}
         return {
-            rank: sum(start < end <= stop for end in ends)
-            for replica, own in zip(replicas, cuts, strict=True)
-            for rank, (start, stop) in zip(replica.ranks, pairwise(own), strict=True)
+            key: [sum(start < end <= stop for end in ends) for start, stop in pairwise(own)]
+            for key, own in cuts.items()
         }
 
     @memoized
