@@ -30,8 +30,8 @@ def print_explanation(result: "PlanResult", console: Console) -> None:
         )
     outlook, other = result.outlook, result.best_on_point
     console.print(
-        f"where links, device types and overlap are off: {outlook.objective_seconds:.4g} s a step in the mean, "
-        f"{outlook.p10_seconds:.4g} to {outlook.p90_seconds:.4g} s in eight of ten cases; "
+        f"where links, device types and overlap alone are off: {outlook.objective_seconds:.4g} s a step in the mean, "
+        f"{outlook.p10_seconds:.4g} to {outlook.p90_seconds:.4g} s in eight of ten cases (errors that all plans share left out); "
         f"{outlook.links_at_60_percent_seconds:.4g} s where links give 60 % of their rate"
     )
     if other is not None:
