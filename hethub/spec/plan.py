@@ -88,10 +88,10 @@ class StageSpec(Spec):
 
     @cached_property
     def every_state_share(self) -> dict[int, float]:
-        """Where any are named, each rank's share of the stage's state: those without a name divide what is left."""
+        """Each rank's share of the stage's state: those without a name divide what is left."""
         named, unnamed = self.state_shares, len(self.ranks) - len(self.state_shares)
         rest = max(0.0, 1.0 - sum(named.values())) / max(1, unnamed)
-        return {rank: named.get(rank, rest) for rank in self.ranks} if named else {}
+        return {rank: named.get(rank, rest) for rank in self.ranks}
 
     @cached_property
     def chunks(self) -> tuple[Range, ...]:
@@ -105,8 +105,12 @@ class StageSpec(Spec):
     @cached_property
     def cut_alike(self) -> bool:
         """Whether all replicas cut the layers alike: of one tensor-parallel degree and with the same shares."""
-        first = (self.replicas[0].tp, self.replicas[0].tensor_shares)
-        return all((replica.tp, replica.tensor_shares) == first for replica in self.replicas)
+        return len(self.unlike_replicas) == 1
+
+    @cached_property
+    def unlike_replicas(self) -> tuple[ReplicaSpec, ...]:
+        """One replica of each tensor-parallel degree and shares."""
+        return tuple({(replica.tp, replica.tensor_shares): replica for replica in self.replicas}.values())
 
     @cached_property
     def num_layers(self) -> int:

@@ -139,11 +139,11 @@ class Shard:
     def _cut_elsewhere(self, replica: int) -> bool:
         """Whether a replica's ranks reduce neighbouring matrices, or parts of one, with unlike others: another replica cuts
         them in other places."""
-        model, replicas = self.layout.model, self.spec.replicas
+        model, spec = self.layout.model, self.spec.replicas[replica]
         if self.spec.cut_alike:
             return False
-        own = _cuts(model, replicas[replica].tp, replicas[replica].tensor_shares)
-        others = [_cuts(model, *sort) for sort in {(each.tp, each.tensor_shares) for each in replicas}]
+        own = _cuts(model, spec.tp, spec.tensor_shares)
+        others = [_cuts(model, each.tp, each.tensor_shares) for each in self.spec.unlike_replicas]
         return any(not theirs <= mine for other in others for theirs, mine in zip(other, own, strict=True))
 
     @cached_property

@@ -90,10 +90,9 @@ class Rings:
     def _pieces(self, stage: int) -> dict[tuple[object, ...], list[int]]:
         """By degree and shares of a replica, in how many pieces the cuts of all replicas leave what each of its ranks
         holds."""
-        unlike = {(replica.tp, replica.tensor_shares): replica for replica in self.layout.stages[stage].replicas}
         cuts = {
-            key: [0.0, *(round(cut, 6) for cut in accumulate(self.rank_fractions(replica)))]
-            for key, replica in unlike.items()
+            (own.tp, own.tensor_shares): [0.0, *(round(cut, 6) for cut in accumulate(self.rank_fractions(own)))]
+            for own in self.layout.stages[stage].unlike_replicas
         }
         ends = {end for own in cuts.values() for end in own}
         return {
@@ -108,9 +107,8 @@ class Rings:
         own = self.layout.stages[stage]
         if not own.zero or (not own.state_shares and (own.cut_alike or any(r.tensor_shares for r in own.replicas))):
             return {}
-        shares = own.every_state_share or dict.fromkeys(own.ranks, 1 / len(own.ranks))
         held = [part for replica in own.replicas for part in self.rank_fractions(replica)]
-        return {rank: shares[rank] / part for rank, part in zip(own.ranks, held, strict=True)}
+        return {rank: own.every_state_share[rank] / part for rank, part in zip(own.ranks, held, strict=True)}
 
     def _unevenness(self, stage: int) -> float:
         """How much longer collectives over uneven parts take: as many buckets as the smallest part allows are cut

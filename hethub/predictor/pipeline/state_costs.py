@@ -82,11 +82,8 @@ class StateCosts:
 
     def most_parameters(self, stage: int, portion: Portion | None = None) -> float:
         """Parameters of a portion, by default of all of the stage, on the stage's fullest rank."""
-        return max(self.rank_parameters(stage, replica, portion) for replica in self._unlike_replicas(stage))
-
-    @memoized
-    def _unlike_replicas(self, stage: int) -> list[ReplicaSpec]:
-        return list({(len(r.ranks), r.tensor_shares): r for r in self.layout.stages[stage].replicas}.values())
+        unlike = self.layout.stages[stage].unlike_replicas
+        return max(self.rank_parameters(stage, replica, portion) for replica in unlike)
 
     def rank_parameters(self, stage: int, spec: ReplicaSpec, portion: Portion | None = None) -> float:
         """Parameters of a portion, by default of all of the stage, on the replica's fullest rank; where both ends of a
@@ -259,7 +256,7 @@ class StateCosts:
     def sums_under_way(self, stage: int) -> int:
         """Layers whose gradients may be on their way at once: two, and one where ranks hold unlike parts, whose runs lie
         apart and are copied (hethub/runtime/state/zero_gradients.py)."""
-        return 1 if len(self._unlike_replicas(stage)) > 1 else 2
+        return 2 if self.layout.stages[stage].cut_alike else 1
 
     def copying_seconds(self, stage: int, spec: ReplicaSpec, samples: int, layers: int, compute: float) -> float:
         """Seconds that copies of what layers keep, one way beside the next layer's compute, add to a pass."""
@@ -320,10 +317,9 @@ class StateCosts:
         """Seconds to copy a portion's state between host and accelerator, or of it what a rank has `alone`, on the rank where
         it takes longest."""
         own, places = self.layout.stages[stage], self.layout.cluster.places
-        shares = own.every_state_share or dict.fromkeys(own.ranks, 1 / len(own.ranks))
         return each_bytes * max(
             self.rank_parameters(stage, replica, portion)
-            * (shares[rank] * replica.tp if alone else 1)
+            * (own.every_state_share[rank] * replica.tp if alone else 1)
             * self.host_copies.seconds_per_byte(places[rank])
             for replica in own.replicas
             for rank in replica.ranks
