@@ -12,6 +12,7 @@ from hethub.spec.documents import check_regular, parse_json
 from hethub.spec.errors import BadInput
 
 PIECE_BYTES = 2**20  # larger text files are read, and tokenised, in pieces of whole lines of about this size
+TOKEN_FILE = b"hethub tokens"  # how a token file of any version begins
 STDLIB_BYTES = 8 * 2**20  # python-stdlib stops before this much, so that a demo starts at once
 
 _LINE_RULE = "Every line of a jsonl file is one object with a string under the key `{key}`."
@@ -149,7 +150,7 @@ def _opened(path: Path) -> BinaryIO:
             f"{path}: is a parquet file, and text is read as it is. A job reads it with source: parquet; for `hethub tokenise` "
             "write its column as jsonl."
         )
-    if start.startswith(b"hethub tokens"):
+    if start.startswith(TOKEN_FILE):
         file.close()
         raise BadInput(
             f"{path}: is a token file, and text is read as it is. A job reads it with source: tokens; take it out of a folder of text."

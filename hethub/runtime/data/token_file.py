@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from hethub.runtime.data.sources import TOKEN_FILE
 from hethub.runtime.data.tokenizer import TokenBatch, Tokenizer
 from hethub.spec.base import Spec, build
 from hethub.spec.documents import Source, parse_json, unfinished_of
 from hethub.spec.errors import BadInput, RunFailed
 
-MAGIC = b"hethub tokens 1\n"
+MAGIC = TOKEN_FILE + b" 1\n"
 HEADER_BYTES = 4096  # a page, so that the tokens start at one
 
 _END = np.dtype("<i8")
