@@ -111,9 +111,11 @@ def elements(file: BinaryIO, chunk: SavedChunk, dtype: torch.dtype) -> Tensor:
     with _part(file, chunk, dtype) as part:
         values = torch.empty(chunk.numel, dtype=dtype)
         room, start = values.numpy().data.cast("B"), 0
-        # Piece by piece, for a zip reads what it is asked for into memory of its own; it raises where there is less.
+        # Piece by piece, for a zip reads what it is asked for into memory of its own.
         while count := part.readinto(room[start : start + _PIECE_BYTES]):
             start += count
+        if start < len(room):
+            raise EOFError(f"it ends behind {start:,} bytes")
         return values
 
 
