@@ -60,8 +60,17 @@ class ListSchedule:
             ]
             for stage, actors in enumerate(work)
         ]
+        # What a step looks up, by stage and microbatch: who runs it; by station and microbatch: its turn in line.
+        self.owners = [
+            [actors[replica] for replica in own.replicas]
+            for actors, own in zip(self.actors, microbatchings, strict=True)
+        ]
+        self.turns = [self._turns(station) for station in range(self.stations)]
+        self.ticks = [self._ticks(station) for station in range(self.stations)]  # of a forward
         self.above, self.below = self._overlaps(-1), self._overlaps(1)
-        self.lacks: dict[Step, int] = {}  # what a pass still waits for
+        self.lacks: dict[Kind, list[list[int]]] = (
+            self._lacks()
+        )  # what a pass still waits for, by station and microbatch
         self.awake = {actor: None for actors in self.actors for actor in actors}  # those that may have something to do
         self._queue()
 
@@ -88,29 +97,38 @@ class ListSchedule:
         least = depth(stage, self.stages, per_stage, per_batch / self.num_microsteps, self.plan.num_chunks)
         return max(1, math.ceil(least + per_stage))
 
-    def _queue(self) -> None:
-        for station in range(self.stations):
-            stage = station % self.stages
-            for n in range(len(self.microbatchings[stage].stops)):
-                heapq.heappush(self._actor(station, n).line, self._rank(station, n))
-                self.lacks[Kind.FORWARD, station, n] = len(self.above[stage][n]) if station else 0
-                self.lacks[Kind.BACKWARD, station, n] = 1
-                if station + 1 < self.stations:
-                    self.lacks[Kind.BACKWARD, station, n] += len(self.below[stage][n])
-                if not station:
-                    self._actor(station, n).ready.add(self._rank(station, n))
+    def _turns(self, station: int) -> list[tuple[int, int, int]]:
+        batch, starts = self.plan.global_batch, self.microbatchings[station % self.stages].starts
+        return [(start * self.num_microsteps // batch, station, n) for n, start in enumerate(starts)]
 
-    def _actor(self, station: int, n: int) -> _Actor:
+    def _ticks(self, station: int) -> list[int]:
         stage = station % self.stages
-        return self.actors[stage][self.microbatchings[stage].replicas[n]]
+        layers, own = self.plan.stages[stage].chunks[station // self.stages].size, self.microbatchings[stage]
+        return [
+            actor.ticks * layers * (stop - start)
+            for actor, start, stop in zip(self.owners[stage], own.starts, own.stops, strict=True)
+        ]
 
-    def _rank(self, station: int, n: int) -> tuple[int, int, int]:
-        start = self.microbatchings[station % self.stages].starts[n]
-        return start * self.num_microsteps // self.plan.global_batch, station, n
+    def _lacks(self) -> dict[Kind, list[list[int]]]:
+        forwards, backwards = [], []
+        for station in range(self.stations):
+            above, below = self.above[station % self.stages], self.below[station % self.stages]
+            forwards.append([len(own) if station else 0 for own in above])
+            backwards.append([1 + (len(own) if station + 1 < self.stations else 0) for own in below])
+        return {Kind.FORWARD: forwards, Kind.BACKWARD: backwards}
+
+    def _queue(self) -> None:
+        for station, turns in enumerate(self.turns):
+            for actor, turn in zip(self.owners[station % self.stages], turns, strict=True):
+                actor.line.append(turn)
+                if not station:
+                    actor.ready.add(turn)
+        for actor in self.awake:
+            heapq.heapify(actor.line)
 
     def run(self) -> list[list[list[Pass]]]:
         """Every actor's passes in the order in which they ran."""
-        left = len(self.lacks)
+        left = sum(map(len, [*self.lacks[Kind.FORWARD], *self.lacks[Kind.BACKWARD]]))
         under_way: list[tuple[int, int, Step]] = []  # by when they end, then by when they started
         started, now = 0, 0
         while left:
@@ -119,23 +137,15 @@ class ListSchedule:
             if not begun and not under_way:
                 begun = [self._out_of_line()]
             for step in begun:
-                heapq.heappush(under_way, (now + self._ticks(*step), started, step))
+                kind, station, n = step
+                taken = self.ticks[station][n] * (1 if kind is Kind.FORWARD else 2)
+                heapq.heappush(under_way, (now + taken, started, step))
                 started += 1
             now = under_way[0][0]
             while under_way and under_way[0][0] == now:
                 self._done(*heapq.heappop(under_way)[2])
                 left -= 1
         return [[actor.order for actor in actors] for actors in self.actors]
-
-    def _ticks(self, kind: Kind, station: int, n: int) -> int:
-        chunk = self.plan.stages[station % self.stages].chunks[station // self.stages]
-        own = self.microbatchings[station % self.stages]
-        return (
-            self._actor(station, n).ticks
-            * (own.stops[n] - own.starts[n])
-            * chunk.size
-            * (1 if kind is Kind.FORWARD else 2)
-        )
 
     def _pick(self, actor: _Actor) -> Iterator[Step]:
         while actor.line and actor.line[0] in actor.gone:
@@ -146,9 +156,9 @@ class ListSchedule:
             _, station, n = heapq.heappop(actor.backwards)
             yield self._start(actor, Kind.BACKWARD, -station, n)
 
-    def _forward(self, actor: _Actor, rank: tuple[int, int, int]) -> Step:
-        actor.ready.remove(rank)
-        return self._start(actor, Kind.FORWARD, *rank[1:])
+    def _forward(self, actor: _Actor, turn: tuple[int, int, int]) -> Step:
+        actor.ready.remove(turn)
+        return self._start(actor, Kind.FORWARD, *turn[1:])
 
     def _start(self, actor: _Actor, kind: Kind, station: int, n: int) -> Step:
         actor.busy = True
@@ -166,9 +176,9 @@ class ListSchedule:
         return self._forward(actor, min(actor.ready))
 
     def _done(self, kind: Kind, station: int, n: int) -> None:
-        actor = self._actor(station, n)
-        actor.busy, self.awake[actor] = False, None
         stage = station % self.stages
+        actor = self.owners[stage][n]
+        actor.busy, self.awake[actor] = False, None
         if kind is Kind.FORWARD:
             if station + 1 < self.stations:
                 for m in self.below[stage][n]:
@@ -179,12 +189,13 @@ class ListSchedule:
                 self._less(Kind.BACKWARD, station - 1, m)
 
     def _less(self, kind: Kind, station: int, n: int) -> None:
-        self.lacks[kind, station, n] -= 1
-        if self.lacks[kind, station, n]:
+        lacks = self.lacks[kind][station]
+        lacks[n] -= 1
+        if lacks[n]:
             return
-        actor, (microstep, _, _) = self._actor(station, n), self._rank(station, n)
+        actor, turn = self.owners[station % self.stages][n], self.turns[station][n]
         self.awake[actor] = None
         if kind is Kind.FORWARD:
-            actor.ready.add(self._rank(station, n))
+            actor.ready.add(turn)
         else:
-            heapq.heappush(actor.backwards, (microstep, -station, n))
+            heapq.heappush(actor.backwards, (turn[0], -station, n))
