@@ -272,6 +272,7 @@ def _merge(options: argparse.Namespace) -> None:
     check_writable(options.out)
     if (given := options.job or next(iter(options.set), None)) is not None:
         raise BadInput(f"--merge puts measured profiles together and measures no job; leave out {given}.")
+    refuse_overwriting(options.out, *options.merge)
     save_profile(merge(map(load_profile, options.merge)), options.out)
     print(f"written to {options.out}")
 
