@@ -5,15 +5,19 @@ import json
 import math
 import os
 import signal
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from rich.console import Console
 
+from hethub import __version__
+from hethub.predictor.pipeline.timeline import Span
 from hethub.runtime.loop.display import TrainingDisplay, describe
-from hethub.runtime.loop.plan import OpenedFolder, _plan_file
+from hethub.runtime.loop.plan import OpenedFolder, _decide, _measured_before, _plan_file, _ranks_measure
 from hethub.runtime.loop.step_report import StepOutcome, StepReporter, gather_outcome
+from hethub.runtime.loop.steps import TrainingLoop
 from hethub.runtime.loop.stop_signal import StopSignal
 from hethub.runtime.measure.speed_classes import tell_apart
 from hethub.runtime.metrics import StepMetrics
@@ -22,7 +26,7 @@ from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import load_job, load_plan_of
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import load_plan
-from tests.support.job_files import plan, write_job, write_yaml
+from tests.support.job_files import MODEL, plan, write_job, write_yaml
 
 
 def metrics(step, loss=2.0, grad_norm=1.0):
@@ -63,8 +67,9 @@ def test_a_resumed_run_keeps_its_plan_while_the_cluster_is_the_same(tmp_path):
     assert _plan_file(job, None, opened(folder, goes_on=True), job.cluster) == folder.plan
     assert _plan_file(job, None, opened(folder, goes_on=True), job.cluster.replace(name="larger")) is None
     assert _plan_file(job, None, opened(folder, goes_on=False), job.cluster) is None
-    larger = load_job(job.path, ["train.global_batch=16"])  # as --accept-changes lets it
-    assert _plan_file(larger, None, opened(folder, goes_on=True), job.cluster) is None
+    for change in ("global_batch=16", "seq_len=64", "precision=bf16"):  # as --accept-changes lets it
+        changed = load_job(job.path, [f"train.{change}"])
+        assert _plan_file(changed, None, opened(folder, goes_on=True), job.cluster) is None, change
 
 
 def test_a_resumed_run_keeps_no_plan_of_other_accelerators(tmp_path):
@@ -87,6 +92,64 @@ def test_a_plan_for_other_training_settings_is_refused(job, tmp_path):
         BadInput, match=r"other\.yaml: the plan was made for precision bf16, but the job's train\.precision is fp32"
     ):
         load_plan_of(job, path)
+
+
+def test_a_plan_that_is_named_takes_the_place_of_a_damaged_one(tmp_path):
+    job = load_job(write_job(tmp_path / "job", plan="auto"))
+    again = opened(finished_run(tmp_path / "run", {"version": 1}), goes_on=True)
+    other = tmp_path / "other.yaml"
+    assert _plan_file(job, other, again, job.cluster) == other
+    with pytest.raises(BadInput, match="Restore the plan, name one with --plan, or delete it"):
+        _plan_file(job, None, again, job.cluster)
+
+
+LAYER = {"micro_batch": 1, "seq_len": 32, "tp": 1, "forward_seconds": 0.1, "backward_seconds": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("software", "precision", "emulated", "counts"),
+    [
+        (__version__, "fp32", False, True),
+        ("0", "fp32", False, False),
+        (__version__, "bf16", False, False),
+        (__version__, "fp32", True, False),
+    ],
+    ids=["the same", "another hethub", "another precision", "other ranks"],
+)
+def test_what_a_run_had_measured_counts_where_it_goes_on_alike(job, tmp_path, software, precision, emulated, counts):
+    folder = RunFolder(tmp_path / "run")
+    folder.start(job, bind(load_plan_of(job, job.plan_path), job.model, job.cluster), {}, {})
+    device = {"accelerator": job.cluster.places[0].accelerator.name, "precision": precision, "layers": [LAYER]}
+    measured = {"date": "2026-01-01", "hethub": software, "software": "test", "model": MODEL, "devices": [device]}
+    folder.write_profile(measured)
+    cluster, profile = _measured_before(folder, job, job.cluster.replace(emulated=emulated))
+    assert cluster == job.cluster.replace(emulated=emulated)
+    assert (profile is not None) == counts
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_run_that_has_lost_its_plan_says_which_it_takes(job, tmp_path, goes_on):
+    folder = RunFolder(tmp_path / "run")
+    found = _decide(job, job.cluster, None, job.plan_path, opened(folder, goes_on))
+    assert found["notes"] == [f"{folder.plan} is missing: the plan is the job's"] * goes_on
+
+
+@pytest.mark.parametrize(
+    ("measure", "vendor", "micro_batch", "measures"),
+    [
+        ("auto", "nvidia", "null", True),
+        ("auto", "nvidia", 2, False),
+        ("auto", "cpu", "null", False),
+        ("always", "cpu", 2, True),
+        ("never", "nvidia", "null", False),
+    ],
+)
+def test_ranks_measure_themselves_on_devices_or_where_that_is_wished(tmp_path, measure, vendor, micro_batch, measures):
+    path = write_job(tmp_path / "job", plan="auto")
+    job = load_job(path, [f"measure={measure}", f"constraints.micro_batch={micro_batch}"])
+    facts = [SimpleNamespace(vendor="cpu"), SimpleNamespace(vendor=vendor)]
+    assert _ranks_measure(job, job.cluster, facts) == measures
+    assert not _ranks_measure(job, job.cluster.replace(emulated=True), facts)
 
 
 # -- the run folder ----------------------------------------------------------------------------------------------------
@@ -208,6 +271,29 @@ def test_a_line_has_a_steps_tokens_and_their_rate(job):
     for loss, told in ((2.0, 2.0), (math.inf, None)):
         line = reporter.metrics(1, StepOutcome(loss, 1.0, 0, False, False, ()), **times)
         assert (line.loss, line.tokens, line.tokens_per_second) == (told, 8 * 32, 512.0)
+
+
+def test_spans_are_told_on_rank_0s_clock():
+    """A rank whose clock is 10 s behind, of an emulation at half the pace."""
+
+    class World:
+        rank = 0
+
+        def all_gather_objects(self, own):
+            return [own]
+
+        def counters(self):
+            return {}
+
+    own = Span(0, "compute", "F1", 1.0, 2.0)
+    loop = SimpleNamespace(
+        world=World(), _speaks=True, _spans=[[own]], _paces=[], _replanner=None, planned=SimpleNamespace(layout=None),
+        trainer=SimpleNamespace(pace=SimpleNamespace(seconds=lambda seconds: seconds / 2, time_scale=None)),
+        folder=SimpleNamespace(path=None, write_counters=lambda counters: None), _losses=[1.0], _seconds=[1.0],
+        _predicted_seconds=1.0,
+    )  # fmt: skip
+    loop._ended = partial(TrainingLoop._ended, loop)
+    assert TrainingLoop._finish(loop, 1, False, 10.0).spans == [Span(0, "compute", "F1", 5.5, 6.0)]
 
 
 def test_a_skipped_step_says_so():

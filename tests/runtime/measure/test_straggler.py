@@ -3,6 +3,7 @@
 import json
 import time
 import weakref
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -186,7 +187,7 @@ BIG = {"hidden": 64, "ffn": 176, "heads": 4, "kv_heads": 2}
 EVEN = [{"layers": [[0, 4]], "replicas": [{"ranks": [r], "micro_batch": 1, "samples": 8} for r in range(2)]}]
 
 
-def job(folder, slowdown, steps=8, **more):
+def job(folder, slowdown, steps=9, **more):  # one behind the second checkpoint: the new plan is taken once
     return write_job(
         folder, model=BIG, cluster={"name": "pair", "emulated": True, "nodes": NODES},
         train={"steps": steps, "global_batch": 16},
@@ -245,6 +246,8 @@ def test_the_new_plan_gives_the_slow_rank_less(replanned):
     assert "goes on under a new plan" in ended.stdout
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["predicted_step_seconds"] != rows[0]["predicted_step_seconds"]
+    measured = median(row["step_seconds"] for row in rows[6:])  # 5 and 6 warm up, and those before had another plan
+    assert f" {measured:.4g} s " in next(line for line in ended.stdout.splitlines() if "step time" in line)
 
 
 def test_a_trainer_is_gone_before_the_next_is_built(replanned):
