@@ -9,11 +9,13 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 
 from hethub import __version__
 from hethub.predictor.pipeline.timeline import Span
+from hethub.runtime.loop import read
 from hethub.runtime.loop.display import TrainingDisplay, describe
 from hethub.runtime.loop.plan import OpenedFolder, _decide, _measured_before, _plan_file, _ranks_measure
 from hethub.runtime.loop.step_report import StepOutcome, StepReporter, gather_outcome
@@ -45,6 +47,19 @@ def finished_run(path, content):
     (path / "checkpoints").mkdir(parents=True)
     write_yaml(path / "plan.yaml", content)
     return RunFolder(path)
+
+
+# -- which device ------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_does_not_compute_in_the_jobs_precision_is_named(job, monkeypatch):
+    device = SimpleNamespace(name="T4", supports=lambda dtype: dtype != torch.float32)
+    monkeypatch.setattr(read, "open_device", lambda cluster, info: device)
+    info = SimpleNamespace(rank=3)
+    with pytest.raises(BadInput, match=r"train\.precision is fp32, which T4 \(rank 3\) does not compute in"):
+        read.check_job(job, info)
+    fitting = load_job(job.path, ["train.precision=bf16", "plan=auto"])
+    assert read.check_job(fitting, info) == (fitting, device)
 
 
 # -- which plan --------------------------------------------------------------------------------------------------------
@@ -231,6 +246,15 @@ def test_a_signal_is_remembered_and_given_back_but_for_the_one_that_only_asks_to
     assert behind == before | {signal.SIGUSR1: signal.SIG_IGN}
 
 
+def test_whoever_asks_to_stop_is_answered_once(capfd):
+    before = signal.getsignal(signal.SIGUSR1)
+    with StopSignal(speaks=True):
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGINT):
+            os.kill(os.getpid(), number)
+    signal.signal(signal.SIGUSR1, before)
+    assert capfd.readouterr().err.count("stopping behind this step") == 1
+
+
 def test_a_long_run_prints_a_plain_line_for_so_many_steps():
     out = io.StringIO()
     with TrainingDisplay(1, 1000, every=50, console=Console(file=out, width=240)) as display:
@@ -264,13 +288,19 @@ def test_a_step_is_what_all_ranks_say_together():
     assert found.busy_seconds == (None, {"forward": 2.0})
 
 
-def test_a_line_has_a_steps_tokens_and_their_rate(job):
+def test_a_line_has_a_steps_tokens_their_rate_and_what_it_communicated(job):
     layout = bind(load_plan_of(job, job.plan_path), job.model, job.cluster)
-    reporter = StepReporter(SimpleNamespace(counters=lambda: {"operations": [], "links": []}), layout)
+    totals = iter([1, 3, 6])
+
+    def counters():
+        return {"operations": [{"group": "all", "operation": "all_reduce", "calls": next(totals)}], "links": []}
+
+    reporter = StepReporter(SimpleNamespace(counters=counters), layout)
     times = {"step_seconds": 0.5, "predicted_step_seconds": None, "lr": 0.1, "loss_scale": 1.0, "time_scale": None}
-    for loss, told in ((2.0, 2.0), (math.inf, None)):
+    for loss, told, calls in ((2.0, 2.0, 2), (math.inf, None, 3)):
         line = reporter.metrics(1, StepOutcome(loss, 1.0, 0, False, False, ()), **times)
         assert (line.loss, line.tokens, line.tokens_per_second) == (told, 8 * 32, 512.0)
+        assert [row["calls"] for row in line.communication["operations"]] == [calls]
 
 
 def test_spans_are_told_on_rank_0s_clock():

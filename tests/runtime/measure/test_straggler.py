@@ -134,8 +134,10 @@ def test_a_rank_that_is_slow_again_is_as_slow_as_before(monkeypatch):
     (row,) = run.steps(2.0)
     assert "in 3 looked-at steps (10 to 30)" in row["text"]
     assert "50 % faster" in row["text"]
+    assert row["gain_percent"] == pytest.approx(50.0)
     (row,) = run.steps(1.0)
     assert row["text"].endswith("is no longer slow; the plan stays")
+    assert row["gain_percent"] is None
     assert run.chosen() is None  # what was found for the slow rank is out of date
     run.steps(2.0)
     assert run.factors == [{1: pytest.approx(2.0)}] * 2
