@@ -55,6 +55,7 @@ def _add_launch(commands: Any) -> None:
 
 
 def launch(options: argparse.Namespace) -> int:
+    from hethub.report.tables import makers_not_started
     from hethub.runtime.launch.launcher_command import launch_commands, run_here
     from hethub.runtime.run_folder import has_finished, metrics_written
     from hethub.spec.job import load_job
@@ -69,6 +70,11 @@ def launch(options: argparse.Namespace) -> int:
     extra += [word for name, path in named.items() if path is not None for word in (name, str(path))]
     extra += ["--accept-changes"] if options.accept_changes else []
     with asked_by(job.base / job.spec.cluster):
+        if strange := makers_not_started(cluster, range(cluster.size)):
+            raise BadInput(
+                f"hethub starts a rank on every accelerator, used or not, and none on {', '.join(strange)}; leave these nodes out "
+                "of the cluster file."
+            )
         starts = launch_commands(options.job, cluster, options.launcher, extra)
     if options.dry_run:
         print("\n".join(map(str, starts)))
@@ -272,6 +278,7 @@ def _merge(options: argparse.Namespace) -> None:
     check_writable(options.out)
     if (given := options.job or next(iter(options.set), None)) is not None:
         raise BadInput(f"--merge puts measured profiles together and measures no job; leave out {given}.")
+    refuse_overwriting(options.out, *options.merge)
     save_profile(merge(map(load_profile, options.merge)), options.out)
     print(f"written to {options.out}")
 

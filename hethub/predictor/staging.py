@@ -13,7 +13,8 @@ class Staging(NamedTuple):
     step_seconds_device_direct: float
 
     def sentence(self) -> str:
-        said = f"Between makers bytes pass through host memory at {self.gbytes_per_second:g} GB/s per accelerator ({self.source})"
+        rate = f"{self.gbytes_per_second:.3g}" if self.gbytes_per_second < 999.5 else f"{self.gbytes_per_second:.0f}"
+        said = f"Between makers bytes pass through host memory at {rate} GB/s per accelerator ({self.source})"
         if not self.limits:
             return f"{said}, which does not limit this plan."
         return (

@@ -71,7 +71,7 @@ def _read_spans(path: Path) -> list[Span]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, BadInput):
             raise
-        raise BadInput(f"{path}: this is no trace that hethub wrote ({error!r}); delete it.") from None
+        raise BadInput(f"{path}: this is no trace that hethub wrote; delete it.") from None
 
 
 def spans_of(trace: Mapping[str, Any]) -> list[Span]:

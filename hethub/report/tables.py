@@ -2,7 +2,7 @@
 
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,18 +61,20 @@ TRAINS_ON, TRAINS = ("nvidia", "amd", "cpu"), "llama"
 def not_trained(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> list[str]:
     """Why the plan cannot be trained, though it can be predicted: makers that hethub does not run on, and its model."""
     found = []
-    if not cluster.emulated:
-        working, idle = (
-            {cluster.places[rank].node.unnamed_device.vendor for rank in ranks} for ranks in (plan.ranks, plan.unused)
+    strange, idle = (makers_not_started(cluster, ranks) for ranks in (plan.ranks, plan.unused))
+    if strange:
+        found.append(f"hethub trains on {', '.join(TRAINS_ON)} alone, not on {', '.join(strange)}")
+    if started := [maker for maker in idle if maker not in strange]:
+        found.append(
+            f"hethub starts unused ranks too, and none on {', '.join(started)} (leave these nodes out of the cluster file)"
         )
-        strange, started = sorted(working - {*TRAINS_ON}), sorted(idle - working - {*TRAINS_ON})
-        if strange:
-            found.append(f"hethub trains on {', '.join(TRAINS_ON)} alone, not on {', '.join(strange)}")
-        if started:
-            found.append(
-                f"hethub starts unused ranks too, and none on {', '.join(started)} (leave these nodes out of the cluster file)"
-            )
     return found + ([f"hethub trains family {TRAINS} alone, not {model.family}"] if model.family != TRAINS else [])
+
+
+def makers_not_started(cluster: ClusterSpec, ranks: Iterable[int]) -> list[str]:
+    """The makers among the accelerators of `ranks` on which no rank can be started; none where they are emulated."""
+    makers = {cluster.places[rank].node.unnamed_device.vendor for rank in ranks}
+    return [] if cluster.emulated else sorted(makers - {*TRAINS_ON})
 
 
 def print_predicted(

@@ -145,6 +145,12 @@ def describe(value: Any) -> str:
     return "nothing" if value is None else text if len(text) <= 80 else text[:77] + "..."
 
 
+def form_of(value: Any) -> str:
+    """What a value is, in a word of YAML and JSON, where it may be too long to quote."""
+    forms = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
+    return forms.get(type(value), "nothing")
+
+
 def explain(error: ValidationError, cls: type[Spec], source: Source, prefix: KeyPath = ()) -> str:
     """All faults of a pydantic error as sentences in our words: place, what was given, rule, remedy."""
     faults = error.errors()

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hethub.spec.base import build, describe
+from hethub.spec.base import build, describe, form_of
 from hethub.spec.documents import KeyPath, Source, read_json
 from hethub.spec.errors import BadInput
 from hethub.spec.model import ModelSpec
@@ -52,7 +52,7 @@ def _read_shape(folder: Path) -> tuple[Path, dict[str, Any]]:
         )
     config = read_json(path, "Hugging Face config")
     if not isinstance(config, dict):
-        raise BadInput(f"{path}: a config is a JSON object, not {type(config).__name__}.")
+        raise BadInput(f"{path}: a config is a mapping of keys to values; this holds {form_of(config)}.")
     _refuse_unimplemented(config, path)
     window = config.get("sliding_window", _DEFAULT_WINDOW) if config.get("model_type") == "mistral" else None
     rope = {**_mapping(config, "rope_scaling", path), **_mapping(config, "rope_parameters", path)}
@@ -90,13 +90,13 @@ def _refuse_unimplemented(config: dict[str, Any], path: Path) -> None:
         *_CLASSES
     ]:  # a file may give a list, which has no hash
         raise BadInput(
-            f"{path}: model_type is {model_type!r}; hethub implements {' and '.join(map(repr, _CLASSES))} only. Choose a model "
+            f"{path}: model_type is {describe(model_type)}; hethub implements {' and '.join(map(repr, _CLASSES))} only. Choose a model "
             "of one of them."
         )
     for key, value in _ONLY.items():
         if config.get(key, value) != value:
             raise BadInput(
-                f"{path}: {key} is {config[key]!r}; hethub implements {value!r} only. Choose a model with that value."
+                f"{path}: {key} is {describe(config[key])}; hethub implements {describe(value)} only. Choose a model with that value."
             )
     if config.get("attention_dropout", 0.0):
         raise BadInput(

@@ -178,3 +178,24 @@ def test_sigterm_to_one_rank_under_torchrun_saves_and_exits(tmp_path):
     job, run = write_pair_job(tmp_path / "job", train={"steps": 1000}), tmp_path / "run"
     running = start_torchrun(2, "train", job, "--run-dir", run, "--set", "checkpoint.every_steps=null", cwd=tmp_path)
     stop_and_go_on(running, job, run, lambda: os.kill(running.rank_pid(1), signal.SIGTERM), code=1)  # torchrun's own
+
+
+def test_a_wish_to_stop_in_the_last_step_changes_nothing(tmp_path):
+    """All is trained: 3 would have a scheduler start it again."""
+    job = write_pair_job(tmp_path / "job", train={"steps": 2})
+    for ended in ranks(2, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=asked_in_step_2):
+        assert ended.exit_code == 0, ended.stderr
+        assert "stopped on request" not in ended.stdout
+
+
+def asked_in_step_2(rank):
+    from hethub.runtime.loop.trainer import Trainer
+
+    run_step = Trainer.run_step
+
+    def asked(self, step, **more):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return run_step(self, step, **more)
+
+    Trainer.run_step = asked

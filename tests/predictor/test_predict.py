@@ -20,6 +20,7 @@ from hethub.predictor.pipeline.replay import NONE, TaskGraph, replay
 from hethub.predictor.pipeline.step import step_times
 from hethub.predictor.pipeline.symmetry import copies
 from hethub.predictor.predict import with_staging
+from hethub.predictor.staging import Staging
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
@@ -310,6 +311,15 @@ def test_an_answer_says_what_staging_costs(rate: float | None, limits: bool) -> 
     sentence = found.staging.sentence()
     assert ("which limits this plan" in sentence and "no such relay" in sentence) == limits
     assert found.to_dict()["staging"]["gbytes_per_second"] == (rate or 1.2)
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"), [(11.23456, "11.2"), (1.2, "1.2"), (100.04, "100"), (0.0123456, "0.0123"), (2345.678, "2346")]
+)
+def test_the_rate_of_staging_is_said_in_three_digits(rate: float, said: str) -> None:
+    """A measured one came with six."""
+    sentence = Staging(rate, "measured, with the wire", True, 1.0).sentence()
+    assert f"through host memory at {said} GB/s per accelerator (measured, with the wire)" in sentence
 
 
 def test_one_makers_answer_has_no_staging() -> None:

@@ -270,14 +270,14 @@ class TrainingLoop(StepLoop):
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """A checkpoint under way is completed, also where all ranks together find that training cannot go on."""
+        """A checkpoint under way is completed where all ranks together find that training cannot go on; a run that ends
+        has completed its last."""
         try:
             yield
         except RunFailed as error:
             if error.agreed:
                 self.store.wait()
             raise
-        self.store.wait()
 
     @property
     def _prediction(self) -> dict[str, Any]:

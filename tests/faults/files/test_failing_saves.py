@@ -46,10 +46,10 @@ def fail_on_rank_1(error: Exception, failing: range, rank: int) -> None:
         CheckpointManager._finish_files = finish_files  # type: ignore[method-assign]
 
 
-def train(job: Path, error: Exception, failing: range) -> tuple[list[Ended], list[str]]:
+def train(job: Path, error: Exception, failing: range, *more: str) -> tuple[list[Ended], list[str]]:
     """How both ranks ended, and what log.txt says behind its times."""
     run, hook = job.parent / "run", functools.partial(fail_on_rank_1, error, failing)
-    ended = ranks(2, "train", job, "--run-dir", run, cwd=job.parent, hook=hook)
+    ended = ranks(2, "train", job, "--run-dir", run, *more, cwd=job.parent, hook=hook)
     return ended, [line.split(" ", 2)[2] for line in (run / "log.txt").read_text().splitlines()]
 
 
@@ -69,6 +69,9 @@ def test_a_failed_save_is_said_at_the_next_step_and_tried_again(job: Path) -> No
     assert sum(warning in line for line in ended[0].stdout.splitlines()) == 1
     places = position(log, "step 5/8", warning, "checkpoint of step 5", "step 6/8", "checkpoint of step 8")
     assert places == sorted(places)
+    assert {"checkpoint of step 4 begun", "checkpoint of step 5", "checkpoint of step 8"} <= {
+        *log
+    }  # those are complete
     checkpoints = job.parent / "run" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-5", "step-8"]
 
@@ -87,3 +90,10 @@ def test_a_save_that_fails_for_good_ends_the_run_when_the_next_is_due(job: Path,
     rows = (job.parent / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == list(range(1, 9))
     assert not list((job.parent / "run" / "checkpoints").iterdir())  # nothing takes the room that is needed
+
+
+@pytest.mark.parametrize(("steps", "last"), [(6, 6), (9, 8)], ids=["the run's end", "the next that is due"])
+def test_a_save_that_fails_for_good_ends_the_run_at(job: Path, steps: int, last: int) -> None:
+    ended, _ = train(job, FULL, range(4, 100), "--set", f"train.steps={steps}")
+    assert [rank.exit_code for rank in ended] == [1, 1]
+    assert ended[0].paragraphs[0].startswith(f"hethub: checkpoint of step {last} could not be written: rank 1: ")

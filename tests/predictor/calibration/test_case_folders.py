@@ -32,9 +32,12 @@ def test_a_case_may_leave_its_model_to_the_configs_folder(tmp_path: Path) -> Non
     assert validate(case)["rows"][0]["predicted_seconds"] > 0
 
 
-@pytest.mark.parametrize("peak", [0, -1, math.nan, math.inf, "much"])
-def test_a_case_with_an_impossible_memory_is_refused(tmp_path: Path, peak: Any) -> None:
-    with pytest.raises(BadInput, match=r"peak_memory_bytes is .* give a positive number"):
+@pytest.mark.parametrize(
+    ("peak", "told"),
+    [(0, "0"), (-1, "-1"), (math.nan, "nan"), (math.inf, "inf"), ("much", "'much'"), (None, "nothing")],
+)
+def test_a_case_with_an_impossible_memory_is_refused(tmp_path: Path, peak: Any, told: str) -> None:
+    with pytest.raises(BadInput, match=rf"peak_memory_bytes is {told}; give a positive number"):
         validate(case_folder(tmp_path, peak_memory_bytes=peak))
 
 

@@ -26,7 +26,8 @@ AMP: dict[str, Any] = {
         ({"step_seconds": -1}, "no positive time"),
         ({"step_seconds": math.nan}, "no positive time"),
         ({"global_batch": 1}, "without a sample"),
-        ({"micro_batch": None}, "micro_batch is None"),
+        ({"micro_batch": None}, "micro_batch is nothing"),
+        ({"cluster": 3}, "theirs: a value in it is not of the form that theirs has"),
         ({"cluster": {**AMP["cluster"], "nodes": [["V100", 2], ["T4", 2]]}}, "did you mean 'V100-"),
         ({"model": {}}, "'family'"),
     ],
@@ -38,11 +39,16 @@ def test_broken_plans_on_mixed_clusters_are_named_and_skipped(tmp_path: Path, ch
     assert [row["id"] for row in result["rows"]] == ["case 0"]
     assert [row["id"] for row in result["skipped"]] == ["broken", "case 2"]
     assert why in result["skipped"][0]["why"]
+    assert result["skipped"][1]["why"] == "a measured plan is a mapping; this is a number"
 
 
-def test_a_json_file_that_is_no_list_of_plans_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mixed.json").write_text(json.dumps(AMP))
-    with pytest.raises(BadInput, match="are a list; this holds dict"):
+@pytest.mark.parametrize(
+    ("data", "form"),
+    [(AMP, "a mapping"), ("x", "text"), (3, "a number"), (1.5, "a number"), (True, "true or false"), (None, "nothing")],
+)
+def test_a_json_file_that_is_no_list_of_plans_is_refused(tmp_path: Path, data: Any, form: str) -> None:
+    (tmp_path / "mixed.json").write_text(json.dumps(data))
+    with pytest.raises(BadInput, match=rf"are a list; this holds {form}\. Name such a file, a table"):
         validate(tmp_path / "mixed.json")
 
 

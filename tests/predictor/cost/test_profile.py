@@ -164,3 +164,18 @@ def test_profiles_of_several_nodes_are_merged_without_torch(tmp_path: Path, caps
     save_profile(profile(2.0, hethub="0.0.1"), files[1])
     assert run(["profile", "--merge", *files, "--out", out]) == 2
     assert "cannot be merged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a.json", "b.json", "link.json"])
+def test_merged_profiles_take_the_place_of_none_of_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a node had measured was gone, with exit code 0."""
+    monkeypatch.chdir(tmp_path)
+    for file, factor in (("a.json", 2.0), ("b.json", 3.0)):
+        save_profile(profile(factor), file)
+    Path("link.json").symlink_to("b.json")
+    before = [Path(file).read_bytes() for file in ("a.json", "b.json")]
+    assert run(["profile", "--merge", "a.json", "b.json", "--out", name]) == 2
+    assert f"{name}: this is the file to read, and would be overwritten; name another file." in capsys.readouterr().err
+    assert [Path(file).read_bytes() for file in ("a.json", "b.json")] == before

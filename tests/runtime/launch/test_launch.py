@@ -51,6 +51,10 @@ def test_launch_hands_on_what_was_asked(tmp_path):
         (["--profile", "nope.json"], "nope.json: there is no such profile"),
         (["--resume", "nope"], "nope: there is no run to resume here"),
         (["--set", "cluster=home.yaml"], "home.yaml, line 7: nodes[0].environment: '~/cuda' is taken as it stands"),
+        (
+            ["--set", "cluster=gaudi.yaml", "--set", "plan=auto"],
+            "gaudi.yaml: hethub starts a rank on every accelerator, used or not, and none on intel; leave these nodes out ",
+        ),
         (["--set", "cluster=many.yaml", "--set", "plan=auto"], "many.yaml: node 'rack' stands for 2 machines"),
         (
             ["--resume", "a", "--run-dir", "b"],
@@ -65,11 +69,22 @@ def test_what_a_job_cannot_run_is_refused_before_it_is_launched(given, said, tmp
     write_yaml(tmp_path / "elsewhere.yaml", plan(cluster="elsewhere"))
     nodes = [{"name": "rack", "count": 2, "accelerator": "MI300X", "accelerators": 8}]
     write_yaml(tmp_path / "home.yaml", {"name": "home", "nodes": [{**nodes[0], "environment": "~/cuda"}]})
+    gaudi = {"name": "g", "accelerator": "Gaudi2", "accelerators": 8}
+    write_yaml(tmp_path / "gaudi.yaml", {"name": "gaudi", "nodes": [{**nodes[0], "hosts": ["a", "b"]}, gaudi]})
     write_yaml(tmp_path / "many.yaml", {"name": "many", "nodes": nodes})
     assert run(["launch", "job.yaml", "--dry-run", *given]) == 2
     told = capsys.readouterr()
     assert said in told.err
     assert told.out == ""
+
+
+def test_accelerators_that_are_emulated_are_launched_whoever_makes_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_job(tmp_path)
+    gaudi = {"name": "g", "accelerator": "Gaudi2", "accelerators": 2}
+    write_yaml(tmp_path / "gaudi.yaml", {"name": "gaudi", "emulated": True, "nodes": [gaudi]})
+    assert run(["launch", "job.yaml", "--dry-run", "--set", "cluster=gaudi.yaml", "--set", "plan=auto"]) == 0
+    assert " -n 2 " in capsys.readouterr().out
 
 
 @needs_mpirun

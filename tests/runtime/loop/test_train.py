@@ -5,15 +5,21 @@ import json
 import math
 import os
 import signal
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 
+from hethub import __version__
+from hethub.predictor.pipeline.timeline import Span
+from hethub.runtime.loop import read
 from hethub.runtime.loop.display import TrainingDisplay, describe
-from hethub.runtime.loop.plan import OpenedFolder, _plan_file
+from hethub.runtime.loop.plan import OpenedFolder, _decide, _measured_before, _plan_file, _ranks_measure
 from hethub.runtime.loop.step_report import StepOutcome, StepReporter, gather_outcome
+from hethub.runtime.loop.steps import TrainingLoop
 from hethub.runtime.loop.stop_signal import StopSignal
 from hethub.runtime.measure.speed_classes import tell_apart
 from hethub.runtime.metrics import StepMetrics
@@ -22,7 +28,7 @@ from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import load_job, load_plan_of
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import load_plan
-from tests.support.job_files import plan, write_job, write_yaml
+from tests.support.job_files import MODEL, plan, write_job, write_yaml
 
 
 def metrics(step, loss=2.0, grad_norm=1.0):
@@ -41,6 +47,19 @@ def finished_run(path, content):
     (path / "checkpoints").mkdir(parents=True)
     write_yaml(path / "plan.yaml", content)
     return RunFolder(path)
+
+
+# -- which device ------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_does_not_compute_in_the_jobs_precision_is_named(job, monkeypatch):
+    device = SimpleNamespace(name="T4", supports=lambda dtype: dtype != torch.float32)
+    monkeypatch.setattr(read, "open_device", lambda cluster, info: device)
+    info = SimpleNamespace(rank=3)
+    with pytest.raises(BadInput, match=r"train\.precision is fp32, which T4 \(rank 3\) does not compute in"):
+        read.check_job(job, info)
+    fitting = load_job(job.path, ["train.precision=bf16", "plan=auto"])
+    assert read.check_job(fitting, info) == (fitting, device)
 
 
 # -- which plan --------------------------------------------------------------------------------------------------------
@@ -63,8 +82,9 @@ def test_a_resumed_run_keeps_its_plan_while_the_cluster_is_the_same(tmp_path):
     assert _plan_file(job, None, opened(folder, goes_on=True), job.cluster) == folder.plan
     assert _plan_file(job, None, opened(folder, goes_on=True), job.cluster.replace(name="larger")) is None
     assert _plan_file(job, None, opened(folder, goes_on=False), job.cluster) is None
-    larger = load_job(job.path, ["train.global_batch=16"])  # as --accept-changes lets it
-    assert _plan_file(larger, None, opened(folder, goes_on=True), job.cluster) is None
+    for change in ("global_batch=16", "seq_len=64", "precision=bf16"):  # as --accept-changes lets it
+        changed = load_job(job.path, [f"train.{change}"])
+        assert _plan_file(changed, None, opened(folder, goes_on=True), job.cluster) is None, change
 
 
 def test_a_resumed_run_keeps_no_plan_of_other_accelerators(tmp_path):
@@ -87,6 +107,64 @@ def test_a_plan_for_other_training_settings_is_refused(job, tmp_path):
         BadInput, match=r"other\.yaml: the plan was made for precision bf16, but the job's train\.precision is fp32"
     ):
         load_plan_of(job, path)
+
+
+def test_a_plan_that_is_named_takes_the_place_of_a_damaged_one(tmp_path):
+    job = load_job(write_job(tmp_path / "job", plan="auto"))
+    again = opened(finished_run(tmp_path / "run", {"version": 1}), goes_on=True)
+    other = tmp_path / "other.yaml"
+    assert _plan_file(job, other, again, job.cluster) == other
+    with pytest.raises(BadInput, match="Restore the plan, name one with --plan, or delete it"):
+        _plan_file(job, None, again, job.cluster)
+
+
+LAYER = {"micro_batch": 1, "seq_len": 32, "tp": 1, "forward_seconds": 0.1, "backward_seconds": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("software", "precision", "emulated", "counts"),
+    [
+        (__version__, "fp32", False, True),
+        ("0", "fp32", False, False),
+        (__version__, "bf16", False, False),
+        (__version__, "fp32", True, False),
+    ],
+    ids=["the same", "another hethub", "another precision", "other ranks"],
+)
+def test_what_a_run_had_measured_counts_where_it_goes_on_alike(job, tmp_path, software, precision, emulated, counts):
+    folder = RunFolder(tmp_path / "run")
+    folder.start(job, bind(load_plan_of(job, job.plan_path), job.model, job.cluster), {}, {})
+    device = {"accelerator": job.cluster.places[0].accelerator.name, "precision": precision, "layers": [LAYER]}
+    measured = {"date": "2026-01-01", "hethub": software, "software": "test", "model": MODEL, "devices": [device]}
+    folder.write_profile(measured)
+    cluster, profile = _measured_before(folder, job, job.cluster.replace(emulated=emulated))
+    assert cluster == job.cluster.replace(emulated=emulated)
+    assert (profile is not None) == counts
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_run_that_has_lost_its_plan_says_which_it_takes(job, tmp_path, goes_on):
+    folder = RunFolder(tmp_path / "run")
+    found = _decide(job, job.cluster, None, job.plan_path, opened(folder, goes_on))
+    assert found["notes"] == [f"{folder.plan} is missing: the plan is the job's"] * goes_on
+
+
+@pytest.mark.parametrize(
+    ("measure", "vendor", "micro_batch", "measures"),
+    [
+        ("auto", "nvidia", "null", True),
+        ("auto", "nvidia", 2, False),
+        ("auto", "cpu", "null", False),
+        ("always", "cpu", 2, True),
+        ("never", "nvidia", "null", False),
+    ],
+)
+def test_ranks_measure_themselves_on_devices_or_where_that_is_wished(tmp_path, measure, vendor, micro_batch, measures):
+    path = write_job(tmp_path / "job", plan="auto")
+    job = load_job(path, [f"measure={measure}", f"constraints.micro_batch={micro_batch}"])
+    facts = [SimpleNamespace(vendor="cpu"), SimpleNamespace(vendor=vendor)]
+    assert _ranks_measure(job, job.cluster, facts) == measures
+    assert not _ranks_measure(job, job.cluster.replace(emulated=True), facts)
 
 
 # -- the run folder ----------------------------------------------------------------------------------------------------
@@ -168,6 +246,15 @@ def test_a_signal_is_remembered_and_given_back_but_for_the_one_that_only_asks_to
     assert behind == before | {signal.SIGUSR1: signal.SIG_IGN}
 
 
+def test_whoever_asks_to_stop_is_answered_once(capfd):
+    before = signal.getsignal(signal.SIGUSR1)
+    with StopSignal(speaks=True):
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGINT):
+            os.kill(os.getpid(), number)
+    signal.signal(signal.SIGUSR1, before)
+    assert capfd.readouterr().err.count("stopping behind this step") == 1
+
+
 def test_a_long_run_prints_a_plain_line_for_so_many_steps():
     out = io.StringIO()
     with TrainingDisplay(1, 1000, every=50, console=Console(file=out, width=240)) as display:
@@ -201,13 +288,42 @@ def test_a_step_is_what_all_ranks_say_together():
     assert found.busy_seconds == (None, {"forward": 2.0})
 
 
-def test_a_line_has_a_steps_tokens_and_their_rate(job):
+def test_a_line_has_a_steps_tokens_their_rate_and_what_it_communicated(job):
     layout = bind(load_plan_of(job, job.plan_path), job.model, job.cluster)
-    reporter = StepReporter(SimpleNamespace(counters=lambda: {"operations": [], "links": []}), layout)
+    totals = iter([1, 3, 6])
+
+    def counters():
+        return {"operations": [{"group": "all", "operation": "all_reduce", "calls": next(totals)}], "links": []}
+
+    reporter = StepReporter(SimpleNamespace(counters=counters), layout)
     times = {"step_seconds": 0.5, "predicted_step_seconds": None, "lr": 0.1, "loss_scale": 1.0, "time_scale": None}
-    for loss, told in ((2.0, 2.0), (math.inf, None)):
+    for loss, told, calls in ((2.0, 2.0, 2), (math.inf, None, 3)):
         line = reporter.metrics(1, StepOutcome(loss, 1.0, 0, False, False, ()), **times)
         assert (line.loss, line.tokens, line.tokens_per_second) == (told, 8 * 32, 512.0)
+        assert [row["calls"] for row in line.communication["operations"]] == [calls]
+
+
+def test_spans_are_told_on_rank_0s_clock():
+    """A rank whose clock is 10 s behind, of an emulation at half the pace."""
+
+    class World:
+        rank = 0
+
+        def all_gather_objects(self, own):
+            return [own]
+
+        def counters(self):
+            return {}
+
+    own = Span(0, "compute", "F1", 1.0, 2.0)
+    loop = SimpleNamespace(
+        world=World(), _speaks=True, _spans=[[own]], _paces=[], _replanner=None, planned=SimpleNamespace(layout=None),
+        trainer=SimpleNamespace(pace=SimpleNamespace(seconds=lambda seconds: seconds / 2, time_scale=None)),
+        folder=SimpleNamespace(path=None, write_counters=lambda counters: None), _losses=[1.0], _seconds=[1.0],
+        _predicted_seconds=1.0,
+    )  # fmt: skip
+    loop._ended = partial(TrainingLoop._ended, loop)
+    assert TrainingLoop._finish(loop, 1, False, 10.0).spans == [Span(0, "compute", "F1", 5.5, 6.0)]
 
 
 def test_a_skipped_step_says_so():

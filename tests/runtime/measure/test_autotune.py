@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hethub import __version__
 from hethub.kernels.bodies import choose
 from hethub.kernels.device import Device
 from hethub.predictor.memory.ranks import rank_memory
@@ -29,8 +30,8 @@ from hethub.spec.plan import load_plan
 from tests.predictor.plans import cluster, uniform
 from tests.support.command import ranks
 from tests.support.curves import TINY, curve
+from tests.support.job_files import MODEL, write_job, write_yaml
 from tests.support.job_files import plan as plan_file
-from tests.support.job_files import write_job, write_yaml
 
 TRAIN = TrainSpec(global_batch=8, seq_len=32)
 
@@ -194,6 +195,17 @@ def test_unlike_ranks_plan_unlike_samples(tmp_path):
     assert "rank 1 (CPU-core~1) measured itself" in ended[0].stdout
     again = ranks(2, "train", job, "--run-dir", tmp_path / "again", cwd=tmp_path, hook=uneven)
     assert "rank 1 (CPU-core~1) measured itself" in again[0].stdout  # another hour may have another load
+
+
+def test_nothing_is_measured_where_a_profile_is_given(tmp_path):
+    autotuned_job(tmp_path / "job", steps=1)
+    layer = {"micro_batch": 1, "seq_len": 32, "tp": 1, "forward_seconds": 0.1, "backward_seconds": 0.2}
+    device = {"accelerator": "CPU-core", "precision": "fp32", "layers": [layer]}
+    given = {"date": "2026-01-01", "hethub": __version__, "software": "test", "model": MODEL, "devices": [device]}
+    (tmp_path / "given.json").write_text(json.dumps(given))
+    printed, places, counted = trained(tmp_path, "--run-dir", "run", "--profile", "given.json", hook=uneven)
+    assert "measured itself" not in printed
+    assert (places, counted) == (["CPU-core"] * 2, ["CPU-core"])
 
 
 def test_what_is_not_always_measured_is_remembered(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import time
 import weakref
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -133,8 +134,10 @@ def test_a_rank_that_is_slow_again_is_as_slow_as_before(monkeypatch):
     (row,) = run.steps(2.0)
     assert "in 3 looked-at steps (10 to 30)" in row["text"]
     assert "50 % faster" in row["text"]
+    assert row["gain_percent"] == pytest.approx(50.0)
     (row,) = run.steps(1.0)
     assert row["text"].endswith("is no longer slow; the plan stays")
+    assert row["gain_percent"] is None
     assert run.chosen() is None  # what was found for the slow rank is out of date
     run.steps(2.0)
     assert run.factors == [{1: pytest.approx(2.0)}] * 2
@@ -186,7 +189,7 @@ BIG = {"hidden": 64, "ffn": 176, "heads": 4, "kv_heads": 2}
 EVEN = [{"layers": [[0, 4]], "replicas": [{"ranks": [r], "micro_batch": 1, "samples": 8} for r in range(2)]}]
 
 
-def job(folder, slowdown, steps=8, **more):
+def job(folder, slowdown, steps=9, **more):  # one behind the second checkpoint: the new plan is taken once
     return write_job(
         folder, model=BIG, cluster={"name": "pair", "emulated": True, "nodes": NODES},
         train={"steps": steps, "global_batch": 16},
@@ -245,6 +248,8 @@ def test_the_new_plan_gives_the_slow_rank_less(replanned):
     assert "goes on under a new plan" in ended.stdout
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["predicted_step_seconds"] != rows[0]["predicted_step_seconds"]
+    measured = median(row["step_seconds"] for row in rows[6:])  # 5 and 6 warm up, and those before had another plan
+    assert f" {measured:.4g} s " in next(line for line in ended.stdout.splitlines() if "step time" in line)
 
 
 def test_a_trainer_is_gone_before_the_next_is_built(replanned):

@@ -154,12 +154,20 @@ def test_a_mistral_is_a_llama_with_a_window(tmp_path: Path, window: int | None) 
         ("vocab_size", None, "config.json: vocab_size is missing"),
         ("num_hidden_layers", -1, "config.json: num_hidden_layers is -1"),
         ("model_type", ["llama"], r"model_type is \['llama'\]"),
+        ("model_type", None, "model_type is nothing; hethub implements"),
+        ("attention_bias", True, "attention_bias is true; hethub implements false only"),
     ],
 )
 def test_a_fault_of_a_config_is_told_by_its_own_key(folder: Path, key: str, value: Any, told: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, key: value}))
     with pytest.raises(BadInput, match=told):
+        from_hugging_face(folder)
+
+
+def test_a_config_that_is_no_mapping_is_called_what_it_is(folder: Path) -> None:
+    (folder / "config.json").write_text("[1]")
+    with pytest.raises(BadInput, match=r"config.json: a config is a mapping of keys to values; this holds a list\.$"):
         from_hugging_face(folder)
 
 

@@ -16,6 +16,7 @@ from hethub.predictor.calibration.sources.training_steps import (
 from hethub.predictor.cost.node_links import through_host
 from hethub.predictor.cost.software import Software
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
+from hethub.spec.base import describe, form_of
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.documents import read_json
 from hethub.spec.errors import BadInput
@@ -31,7 +32,10 @@ def read_mixed(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
     """
     rows = read_json(path, "list of measured plans")
     if not isinstance(rows, list):
-        raise BadInput(f"{path}: measured plans on mixed clusters are a list; this holds {type(rows).__name__}.")
+        raise BadInput(
+            f"{path}: measured plans on mixed clusters are a list; this holds {form_of(rows)}. Name such a file, a table (CSV) or a "
+            "folder of cases."
+        )
     return collect([(_name(row, index), row) for index, row in enumerate(rows)], _mixed_row)
 
 
@@ -39,16 +43,20 @@ def _name(row: Any, index: int) -> str:
     return str(row.get("case", f"case {index}")) if isinstance(row, dict) else f"case {index}"
 
 
-def _mixed_row(name: str, row: dict[str, Any]) -> Case:
+def _mixed_row(name: str, row: Any) -> Case:
     """One measured plan. Raises ValueError saying what is missing or inconsistent."""
+    if not isinstance(row, dict):
+        raise ValueError(f"a measured plan is a mapping; this is {form_of(row)}")
     try:
         case = _amp(row, name) if "tp" in row else _sailor(row, name)
     except (KeyError, TypeError, IndexError, ZeroDivisionError) as error:
-        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        why = (
+            f"it has no {error}" if isinstance(error, KeyError) else "a value in it is not of the form that theirs has"
+        )
         raise ValueError(f"no measured plan as AMP or Sailor published theirs: {why}") from None
     for key in ("micro_batch", "global_batch"):
         if not isinstance(row[key], int) or not 1 <= row[key] <= LARGEST:
-            raise ValueError(f"{key} is {row[key]!r}; a whole number is needed, up to {LARGEST:,}")
+            raise ValueError(f"{key} is {describe(row[key])}; a whole number is needed, up to {LARGEST:,}")
     plan, size = case.layouts[0].plan, case.layouts[0].cluster.size
     if sorted(plan.ranks) != list(range(size)):
         raise ValueError(f"the stages hold {len(plan.ranks)} accelerators, the cluster {size}")

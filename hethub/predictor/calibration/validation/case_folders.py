@@ -7,6 +7,7 @@ from typing import Any
 from hethub.predictor.calibration.validation.errors import row, summary
 from hethub.predictor.cost.constants import Constants
 from hethub.predictor.predict import predict
+from hethub.spec.base import describe
 from hethub.spec.cluster import load_cluster
 from hethub.spec.documents import read_json
 from hethub.spec.errors import BadInput
@@ -91,5 +92,7 @@ def _measured(path: Path) -> dict[str, float]:
         raise BadInput(f"{path}: give step_seconds, a positive number of seconds.")
     peak = data.get("peak_memory_bytes", 1)
     if not isinstance(peak, (int, float)) or not 0 < peak < 1e18:
-        raise BadInput(f"{path}: peak_memory_bytes is {peak!r}; give a positive number of bytes, or leave it out.")
+        raise BadInput(
+            f"{path}: peak_memory_bytes is {describe(peak)}; give a positive number of bytes, or leave it out."
+        )
     return data
