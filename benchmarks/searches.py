@@ -45,7 +45,7 @@ SORTS = (
     "H100-SXM5-80GB", "A100-SXM4-80GB", "A100-SXM4-40GB", "V100-SXM2-32GB", "L40S", "MI300X", "MI250X-GCD", "MI210",
 )  # fmt: skip
 MORE, MOST_BY_EFFORT, MOST_BY_ANNEALING = 10, 1.0, 2.0  # times, percent, percent
-RATES = {"uphill", "behind", "optimism"}  # of an effort; all else are counts
+RATES = {"uphill", "optimism"}  # of an effort; all else are counts
 
 
 class Row(NamedTuple):
