@@ -33,13 +33,13 @@ def effort_for(problem: Problem) -> Effort:
             cuts=96, finalists=32, climbs=8, arrangements=16, pairs=64, steps=40,
             tried_per_step=64, microbatches=200_000, uphill=1.6, optimism=0.75,
         )  # fmt: skip
-    if problem.size <= 16:
+    if problem.size <= 16 and len(problem.device_types) > 1:  # of one type fewer changes lead anywhere
         return Effort(
             cuts=96, finalists=48, climbs=4, arrangements=8, steps=16,
             tried_per_step=16, microbatches=200_000, uphill=1.3, optimism=0.8,
         )  # fmt: skip
     # Of plans with many microbatches the replay costs most.
     return Effort(
-        cuts=64, finalists=16, climbs=1, arrangements=6, steps=16, tried_per_step=16, uphill=1.05, optimism=0.95,
+        cuts=64, finalists=16, climbs=1, arrangements=6, steps=16, tried_per_step=12, uphill=1.05, optimism=0.95,
         microbatches=next(number for most, number in REPLAYED if problem.size <= most),
     )  # fmt: skip
