@@ -88,13 +88,15 @@ def line(name: str, found: PlanResult) -> None:
 
 
 def layer_ratio(cluster: ClusterSpec, model: ModelSpec, batch: Batch) -> float:
-    """Layer rate of the first device type over the second's."""
-    costs = UnitCosts(pose(model, cluster, batch))
-    return costs.layer_rate(0) / costs.layer_rate(1)
+    """Layer rate of the cluster's first node's accelerators over the last's."""
+    problem = pose(model, cluster, batch)
+    costs = UnitCosts(problem)
+    rates = {own.accelerator.name: costs.layer_rate(index) for index, own in enumerate(problem.device_types)}
+    return rates[cluster.nodes[0].device.name] / rates[cluster.nodes[-1].device.name]
 
 
 def with_ratio(cluster: ClusterSpec, model: ModelSpec, batch: Batch, wanted: float) -> ClusterSpec:
-    """The cluster with its first device type's compute scaled until its layer rate is `wanted` of the second's."""
+    """The cluster with its first node's accelerators scaled until their layer rate is `wanted` of the last's."""
     name = cluster.nodes[0].device.name
     low, high = 0.05, 20.0
     for _ in range(40):
