@@ -12,7 +12,7 @@ from hethub.planner.problem.problem import Problem
 from hethub.planner.problem.scaled import Scale, scaled
 from hethub.planner.result import TWICE, Bottleneck
 from hethub.planner.search.effort import effort_for
-from hethub.planner.search.local_search import climb, movable
+from hethub.planner.search.local_search import climb, descend, movable
 
 RELAXED = 1.1
 KNOWN = 8  # of the plans already found, evaluated again for every relaxation
@@ -61,6 +61,7 @@ def _best_rate(candidates: list[Candidate], relaxed: Problem) -> float:
         if candidate.plan is None or candidate.plan.global_batch == relaxed.batch.global_batch:
             incumbent.consider(candidate)
     for leader in movable(incumbent)[:1]:
+        incumbent.consider(descend(incumbent, leader.candidate, set()))
         climb(leader, incumbent, effort, set())
     # Microbatches in flight are chosen anew, and may then be more than memory holds.
     return incumbent.best.prediction.tokens_per_second if incumbent.best else 0.0

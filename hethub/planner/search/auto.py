@@ -17,7 +17,7 @@ from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.effort import Effort
 from hethub.planner.search.left_out import parts
-from hethub.planner.search.local_search import FAR, climb_leaders, evaluate_all, evaluate_or_fit
+from hethub.planner.search.local_search import FAR, climb_leaders, descended, evaluate_all, evaluate_or_fit
 from hethub.planner.search.neighbours import with_room
 
 FAMILY_FINALISTS = 4  # evaluated of each family
@@ -74,9 +74,13 @@ def look(incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence[Cand
     moded = in_modes(incumbent, effort, table, [*found, *apart])
     if not any(_is_near(incumbent, candidate) for candidate in [*found, *apart, *moded]):
         return
-    _evaluate_leaders(incumbent, [*found, *apart], effort)
+    if {*problem.schedules} & {"gpipe", "1f1b", "zero_bubble"}:  # else they are seen as cuts alone
+        ends = descended(incumbent, apart, (effort.descents + 1) // 2)
+        ends += descended(incumbent, found, effort.descents, ends)
+        _evaluate_leaders(incumbent, [*ends, *found, *apart], effort)
     # Apart, since estimates of other modes are off by something else: the leaders of one must not crowd out the others'.
-    _evaluate_leaders(incumbent, moded, effort)
+    ends = descended(incumbent, moded, (effort.descents + 1) // 2)
+    _evaluate_leaders(incumbent, [*ends, *moded], effort)
 
 
 def _table(incumbent: Incumbent, used: Collection[int] | None = None) -> Table:

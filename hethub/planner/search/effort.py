@@ -14,28 +14,29 @@ class Effort:
 
     cuts: int  # kept by rough estimate
     finalists: int  # evaluated by the predictor
-    climbs: int
+    climbs: int  # from the best plans
     steps: int
     tried_per_step: int
     microbatches: int  # replayed one by one by the evaluator
     arrangements: int  # whose best plans are climbed from as well
     uphill: float  # times the estimate of where a step begins: what leads to estimates above is not evaluated
     optimism: float  # of an estimate: what the prediction may be where the candidate is evaluated
+    descents: int = 0  # by estimates alone, before the evaluator sees any: only where plans have few microbatches
     pairs: int = 0  # of changes at once, evaluated where none alone is better; and thrice as many deals of samples
 
 
 def effort_for(problem: Problem) -> Effort:
     """More for small clusters, whose plans are evaluated in a millisecond."""
     if problem.size <= 6:
-        # Few and small microbatches, where estimates are furthest off: many climbs, and the evaluator sees what estimates
+        # Few and small microbatches, where estimates are furthest off: many ways down, and the evaluator sees what they
         # say is half as long again.
         return Effort(
-            cuts=96, finalists=32, climbs=8, arrangements=16, pairs=64, steps=40,
+            cuts=96, finalists=32, descents=32, climbs=8, arrangements=16, pairs=64, steps=40,
             tried_per_step=64, microbatches=200_000, uphill=1.6, optimism=0.75,
         )  # fmt: skip
     if problem.size <= 16 and len(problem.device_types) > 1:  # of one type fewer changes lead anywhere
         return Effort(
-            cuts=96, finalists=48, climbs=4, arrangements=8, steps=16,
+            cuts=96, finalists=48, descents=8, climbs=4, arrangements=8, steps=16,
             tried_per_step=16, microbatches=200_000, uphill=1.3, optimism=0.8,
         )  # fmt: skip
     # Of plans with many microbatches the replay costs most.

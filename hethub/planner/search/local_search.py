@@ -1,20 +1,23 @@
-"""The local search: climbs by what the evaluator says, among what is estimated best."""
+"""The local search: descents by estimates alone, climbs by what the evaluator says."""
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 
 from hethub.planner.candidate.candidate import Candidate
+from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import fitted, lessened
 from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.effort import Effort
-from hethub.planner.search.neighbours import neighbours, nudges
+from hethub.planner.search.neighbours import neighbourhoods, neighbours, nudges
 
 # Times the best: a family's candidate estimated to take longer is not evaluated; small changes lead no further.
 FAR = 1.15
+WORTHWHILE = 1e-2  # a gain for which no other sort of change is looked at
+MOST_CHANGES = 60
 
 
 def evaluate_all(incumbent: Incumbent, candidates: Iterable[Candidate]) -> None:
@@ -49,6 +52,52 @@ def _divided(candidate: Candidate, problem: Problem) -> Candidate:
         if stage.replicas > 1
     }
     return candidate.with_stages(changed)
+
+
+def descended(
+    incumbent: Incumbent, found: Sequence[Candidate], descents: int, others: Sequence[Candidate] = ()
+) -> list[Candidate]:
+    """Where descents from the best and the unlike ones among the candidates found end; `others` have ended before. One
+    that is far behind these gives up."""
+    unlike = {candidate.shape: candidate for candidate in reversed(found)}
+    starting = list(dict.fromkeys([*found[: (descents + 1) // 2], *reversed(unlike.values())]))
+    passed: set[Candidate] = set()  # where one descent has been, another need not go on
+    ends: list[Candidate] = []
+    for candidate in starting[:descents]:
+        best = min(map(incumbent.costs.seconds, [*others, *ends]), default=float("inf"))
+        ends.append(descend(incumbent, candidate, passed, FAR * best))
+    return ends
+
+
+def descend(
+    incumbent: Incumbent, candidate: Candidate, passed: set[Candidate], hopeless: float = float("inf")
+) -> Candidate:
+    """Where the estimate has no better neighbour: many small changes, none of them evaluated. Ends early on a candidate
+    that is among those `passed`, to which its own are added, and after a small gain above `hopeless` seconds."""
+    costs = incumbent.costs
+    for _ in range(MOST_CHANGES):
+        if candidate in passed or incumbent.out_of_time:
+            break
+        passed.add(candidate)
+        before = costs.seconds(candidate)
+        candidate = _downhill(costs, candidate)
+        if costs.seconds(candidate) > max(hopeless, (1 - WORTHWHILE) * before):
+            break
+    return candidate
+
+
+def _downhill(costs: Estimator, candidate: Candidate) -> Candidate:
+    """The best neighbour of the first sort among which one is worth while, or the best of all; the candidate itself
+    where none is better."""
+    least, best = costs.seconds(candidate) * (1 - 1e-6), candidate
+    enough = costs.seconds(candidate) * (1 - WORTHWHILE)
+    for near in neighbourhoods(candidate, costs):
+        own = min(costs.below(near, least), key=costs.seconds, default=None)
+        if own is not None:
+            least, best = costs.seconds(own), own
+        if least < enough:
+            break
+    return best
 
 
 def climb_leaders(incumbent: Incumbent, effort: Effort) -> None:

@@ -17,16 +17,22 @@ MOST_PAIRED = 8  # stages: beyond, only the slowest stage is paired with the oth
 
 
 def neighbours(candidate: Candidate, costs: Estimator) -> list[Candidate]:
-    """Every candidate one change away; none whose chunks fall out of step, where every action waits for another stage's:
-    they take up to 40 times what is estimated."""
-    every = dict.fromkeys(near for some in _changed(candidate, costs) for near in some)
-    every.pop(candidate, None)
-    return [near for near in every if near.pattern.chunks == 1 or near.is_in_step or not candidate.is_in_step]
+    """Every candidate one change away."""
+    every = dict.fromkeys(near for some in neighbourhoods(candidate, costs) for near in some)
+    return [near for near in every if near != candidate]
+
+
+def neighbourhoods(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candidate]]:
+    """The candidates one change away, sort of change by sort of change; none whose chunks fall out of step, where every
+    action waits for another stage's: they take up to 40 times what is estimated."""
+    for some in _changed(candidate, costs):
+        yield [near for near in some if near.pattern.chunks == 1 or near.is_in_step or not candidate.is_in_step]
 
 
 def _changed(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candidate]]:
-    """Sort of change by sort of change; with many stages, those of the slowest and of both ends, or of all. Where another
-    mode or degree needs more memory than there is, microbatches are cut until it fits."""
+    """With many stages, the changes of the slowest and of both ends, or of all. Where another mode or degree needs more
+    memory than there is, microbatches are cut until it fits.
+    """
     count, problem, slowest = len(candidate.stages), costs.problem, costs.of(candidate).slowest
     if count <= MOST_PAIRED:
         pairs, some = list(combinations(range(count), 2)), list(range(count))

@@ -60,17 +60,15 @@ class ListSchedule:
             ]
             for stage, actors in enumerate(work)
         ]
-        # What a step looks up, by stage and microbatch: who runs it; by station and microbatch: its turn in line.
+        # By stage and microbatch who runs a pass; by station and microbatch its turn in line, and a forward's ticks.
         self.owners = [
             [actors[replica] for replica in own.replicas]
             for actors, own in zip(self.actors, microbatchings, strict=True)
         ]
         self.turns = [self._turns(station) for station in range(self.stations)]
-        self.ticks = [self._ticks(station) for station in range(self.stations)]  # of a forward
+        self.ticks = [self._ticks(station) for station in range(self.stations)]
         self.above, self.below = self._overlaps(-1), self._overlaps(1)
-        self.lacks: dict[Kind, list[list[int]]] = (
-            self._lacks()
-        )  # what a pass still waits for, by station and microbatch
+        self.lacks = self._lacks()  # what a pass still waits for
         self.awake = {actor: None for actors in self.actors for actor in actors}  # those that may have something to do
         self._queue()
 
@@ -110,6 +108,7 @@ class ListSchedule:
         ]
 
     def _lacks(self) -> dict[Kind, list[list[int]]]:
+        """By kind, station and microbatch, how many passes a pass waits for."""
         forwards, backwards = [], []
         for station in range(self.stations):
             above, below = self.above[station % self.stages], self.below[station % self.stages]
@@ -128,7 +127,7 @@ class ListSchedule:
 
     def run(self) -> list[list[list[Pass]]]:
         """Every actor's passes in the order in which they ran."""
-        left = sum(map(len, [*self.lacks[Kind.FORWARD], *self.lacks[Kind.BACKWARD]]))
+        left = 2 * sum(map(len, self.turns))
         under_way: list[tuple[int, int, Step]] = []  # by when they end, then by when they started
         started, now = 0, 0
         while left:
