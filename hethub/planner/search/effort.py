@@ -1,11 +1,8 @@
 """How much of the plan space `auto` looks at."""
 
 from dataclasses import dataclass
-from math import inf
 
 from hethub.planner.problem.problem import Problem
-
-REPLAYED = ((512, 200_000), (2048, 60_000), (20_480, 20_000), (inf, 6_000))  # microbatches, up to so many accelerators
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +36,13 @@ def effort_for(problem: Problem) -> Effort:
             cuts=96, finalists=48, descents=8, climbs=4, arrangements=8, steps=16,
             tried_per_step=16, microbatches=200_000, uphill=1.3, optimism=0.8,
         )  # fmt: skip
-    # Of plans with many microbatches the replay costs most.
+    if problem.size <= 2048:
+        return Effort(
+            cuts=64, finalists=16, climbs=1, arrangements=6, steps=16, tried_per_step=12,
+            microbatches=200_000 if problem.size <= 512 else 60_000, uphill=1.05, optimism=0.95,
+        )  # fmt: skip
+    # The replay of many microbatches takes a second and more.
     return Effort(
-        cuts=64, finalists=16, climbs=1, arrangements=6, steps=16, tried_per_step=12, uphill=1.05, optimism=0.95,
-        microbatches=next(number for most, number in REPLAYED if problem.size <= most),
+        cuts=64, finalists=8, climbs=1, arrangements=1, steps=4, tried_per_step=4,
+        microbatches=20_000 if problem.size <= 20_480 else 6_000, uphill=1.05, optimism=0.95,
     )  # fmt: skip
