@@ -18,7 +18,7 @@ class Effort:
     arrangements: int  # whose best plans are climbed from as well
     uphill: float  # times the estimate of where a step begins: what leads to estimates above is not evaluated
     optimism: float  # of an estimate: what the prediction may be where the candidate is evaluated
-    descents: int = 0  # by estimates alone, before the evaluator sees any: only where plans have few microbatches
+    descents: int = 0  # by estimates alone, before the evaluator sees any
     pairs: int = 0  # of changes at once, evaluated where none alone is better; and thrice as many deals of samples
 
 
@@ -41,8 +41,8 @@ def effort_for(problem: Problem) -> Effort:
             cuts=64, finalists=16, climbs=1, arrangements=6, steps=16, tried_per_step=12,
             microbatches=200_000 if problem.size <= 512 else 60_000, uphill=1.05, optimism=0.95,
         )  # fmt: skip
-    # The replay of many microbatches takes a second and more.
+    # The replay of many microbatches takes a second and more; in the end so few plans are evaluated that estimates lead.
     return Effort(
-        cuts=64, finalists=8, climbs=1, arrangements=1, steps=4, tried_per_step=4,
-        microbatches=20_000 if problem.size <= 20_480 else 6_000, uphill=1.05, optimism=0.95,
+        cuts=64, finalists=8, descents=0 if problem.size <= 40_000 else 3, climbs=1, arrangements=1, steps=4,
+        tried_per_step=4, microbatches=20_000 if problem.size <= 20_480 else 6_000, uphill=1.05, optimism=0.95,
     )  # fmt: skip
