@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 from hethub.predictor import predict
 from hethub.predictor.cost.software import hethub_software
+from hethub.report.tables import TOO_LITTLE
 from hethub.runtime.console import make_console, make_table
 from hethub.spec.base import Spec
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec, StageSpec
 from hethub.spec.program import ProgramFor, ProgramPlanSpec, module_rows, prediction_of, show_ratios
+from hethub.spec.ranges import show_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +121,7 @@ def print_diff(result: PlanDiff) -> None:
     console.print(f"the fullest rank needs {one:.2f} and {two:.2f} GiB")
     for which, fits in zip(("first", "second"), result.fits, strict=True):
         if not fits:
-            console.print(f"the {which} does not fit: a rank needs more than its accelerator has")
+            console.print(f"the {which} does not fit: {TOO_LITTLE}")
 
 
 def _speeds(result: PlanDiff) -> str:
@@ -217,8 +219,7 @@ def describe_replicas(stage: StageSpec) -> str:
 
 def _run(sort: tuple[int, int, int, int | None, tuple[float, ...] | None], ranks: list[int]) -> str:
     tp, micro_batch, samples, in_flight, shares = sort
-    low, high = min(ranks), max(ranks)
     held = "" if in_flight is None else f", {in_flight} in flight"
     cut = "" if shares is None else f", cut {':'.join(f'{share:g}' for share in shares)}"
-    span = f"rank {low}" if low == high else f"ranks {low}-{high}"
+    span = f"rank{'s' * (len(ranks) > 1)} {show_ranks(ranks)}"
     return f"{len(ranks) // tp} x TP {tp} ({span}) with {samples} samples in micro-batches of {micro_batch}{held}{cut}"

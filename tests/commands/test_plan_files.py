@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from hethub.cli import run
-from hethub.report.diff import describe_stage, diff, side_of_layout
+from hethub.report.diff import describe_replicas, describe_stage, diff, side_of_layout
 from hethub.runtime.run_folder import RunFolder
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import load_job
@@ -148,6 +148,13 @@ def test_every_field_of_a_plan_is_compared(key, other):
     assert [difference.key for difference in compared.differences] == [key]
     (difference,) = compared.differences
     assert difference.first != difference.second
+
+
+def test_ranks_between_a_stages_own_are_not_said_to_be_its():
+    """Replicas on ranks 0 and 2 stood as `ranks 0-2`."""
+    replicas = [{"ranks": [rank], "micro_batch": 1, "samples": 4} for rank in (0, 2)]
+    said = describe_replicas(StageSpec.model_validate({"layers": [[0, 4]], "replicas": replicas}))
+    assert said == "2 x TP 1 (ranks 0, 2) with 4 samples in micro-batches of 1"
 
 
 def test_no_field_of_a_stage_or_replica_is_left_out_of_its_description():
