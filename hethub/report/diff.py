@@ -39,11 +39,11 @@ class PlanDiff:
     @property
     def unlike_models(self) -> bool:
         """Whether tokens of the two cost unlike work, so that neither is faster. Of programs the name alone is known."""
-        names = {difference.key for difference in self.differences}
-        described = {
-            difference.key for difference in self.differences if None not in (difference.first, difference.second)
-        }
-        return "model" in names or any(key.startswith("job.model.") for key in described)
+        by_key = {difference.key: difference for difference in self.differences}
+        width = by_key.get("job.model.hidden")  # every model that is described has one
+        if width is not None and None in (width.first, width.second):
+            return "model" in by_key
+        return "model" in by_key or any(key.startswith("job.model.") for key in by_key)
 
     @property
     def unlike_batches(self) -> bool:
@@ -145,7 +145,9 @@ def side_of_layout(layout: Layout, compiles: bool | None, reserve: float) -> Sid
     for index, stage in enumerate(layout.plan.stages):
         texts = describe_stage(stage)
         keys |= {f"stages[{index}].{key}": (getattr(stage, key), texts[key]) for key in StageSpec.model_fields}
-    keys |= _described("model", layout.model) | _described("cluster", layout.cluster)
+    model = layout.model  # as it is, whether its file says so or leaves it to a default
+    model = model.replace(kv_heads=model.num_kv_heads, head_dim=model.head_size, gated=model.is_gated)
+    keys |= _described("model", model) | _described("cluster", layout.cluster)
     keys |= {"job.compile": (compiles, str(compiles)), "job.reserve": (reserve, str(reserve))}
     found = predict(layout, reserve=reserve, software=hethub_software(compiles))
     most = max(entry.bytes for entry in found.memory)

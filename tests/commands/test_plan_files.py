@@ -170,6 +170,19 @@ def test_models_and_clusters_of_two_plans_are_compared_too():
     assert [each.key for each in deeper.differences] == ["job.model.ffn"]
 
 
+def test_what_one_model_alone_says_makes_models_unlike_and_what_goes_without_saying_does_not():
+    """A window was none of the differences that count: a model that attends to 16 tokens was called as fast as one that attends
+    to all. As many heads of keys as of queries are the default."""
+    plain = MODEL_SPEC.replace(kv_heads=None, head_dim=None)
+    said = plain.replace(kv_heads=plain.heads, head_dim=plain.head_size)
+    first, same, seen = (bind(GIVEN, own, CLUSTER_SPEC) for own in (plain, said, plain.replace(sliding_window=16)))
+    assert differing(first, same).differences == ()
+    windowed = differing(first, seen)
+    assert [each.key for each in windowed.differences] == ["job.model.sliding_window"]
+    assert windowed.unlike_models
+    assert windowed.slower_percent is None
+
+
 def test_a_plan_that_does_not_hold_for_its_cluster_is_named_by_its_file(tmp_path, capsys):
     """`hethub diff` of two did not say which."""
     one, other, job = tmp_path / "one.yaml", tmp_path / "other.yaml", write_job(tmp_path)
