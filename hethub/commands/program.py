@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hethub.spec.program import ProgramFor, ProgramPlanSpec
 
 
-def runs_program(job_path: Path, overrides: list[str], plan_path: Path | None, strategy: str | None = None) -> bool:
+def runs_program(job_path: Path, overrides: list[str], plan_path: Path | None) -> bool:
     """Whether a job is for strategy hap; False where it cannot be read, which whoever reads it next will say."""
     from hethub.spec.job import load_job
 
@@ -26,7 +26,7 @@ def runs_program(job_path: Path, overrides: list[str], plan_path: Path | None, s
         job = load_job(job_path, overrides)
     except BadInput:
         return False
-    return is_program_job(job, plan_path, strategy)
+    return is_program_job(job, plan_path)
 
 
 def is_program_job(job: "Job", plan_path: Path | None = None, strategy: str | None = None) -> bool:

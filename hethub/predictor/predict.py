@@ -202,17 +202,16 @@ def with_staging(
     given, source = cluster.links.staging.gbytes_per_second, "the cluster's links.staging"
     measured = profile and (profile.link("between_islands", "send") or profile.link("between_islands", "all_reduce"))
     if measured:
-        given, source = measured.gbytes_per_second, "measured, with the wire"
-    elif given is None:
+        both = Staging(measured.gbytes_per_second, "measured, with the wire", None, None)
+        return replace(prediction, staging=both)
+    if given is None:
         given = packaged().links["host_staged_gbytes_per_second"]
         source = (
             f"{ASSUMED['host_staged_gbytes_per_second']}; links.staging.gbytes_per_second of the cluster file says it"
         )
     direct = cluster.links.staging.replace(gbytes_per_second=1e5, per_host_gbytes_per_second=None)
-    without = prediction.step_seconds
-    if not measured:
-        costs = PlanCosts(layout, software, packaged(), profile)
-        costs.set_constants(packaged(), links_of=cluster.replace(links=cluster.links.replace(staging=direct)))
-        without = min(without, step_times(layout, costs).seconds)
+    costs = PlanCosts(layout, software, packaged(), profile)
+    costs.set_constants(packaged(), links_of=cluster.replace(links=cluster.links.replace(staging=direct)))
+    without = min(prediction.step_seconds, step_times(layout, costs).seconds)
     limits = prediction.step_seconds > LIMITS * without
     return replace(prediction, staging=Staging(given, source, limits, without))

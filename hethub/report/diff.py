@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 from hethub.predictor import predict
 from hethub.predictor.cost.software import hethub_software
+from hethub.report.tables import TOO_LITTLE
 from hethub.runtime.console import make_console, make_table
 from hethub.spec.base import Spec
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec, StageSpec
 from hethub.spec.program import ProgramFor, ProgramPlanSpec, module_rows, prediction_of, show_ratios
+from hethub.spec.ranges import show_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +39,11 @@ class PlanDiff:
     @property
     def unlike_models(self) -> bool:
         """Whether tokens of the two cost unlike work, so that neither is faster. Of programs the name alone is known."""
-        names = {difference.key for difference in self.differences}
-        described = {
-            difference.key for difference in self.differences if None not in (difference.first, difference.second)
-        }
-        return "model" in names or any(key.startswith("job.model.") for key in described)
+        by_key = {difference.key: difference for difference in self.differences}
+        width = by_key.get("job.model.hidden")  # every model that is described has one
+        if width is not None and None in (width.first, width.second):
+            return "model" in by_key
+        return "model" in by_key or any(key.startswith("job.model.") for key in by_key)
 
     @property
     def unlike_batches(self) -> bool:
@@ -119,7 +121,7 @@ def print_diff(result: PlanDiff) -> None:
     console.print(f"the fullest rank needs {one:.2f} and {two:.2f} GiB")
     for which, fits in zip(("first", "second"), result.fits, strict=True):
         if not fits:
-            console.print(f"the {which} does not fit: a rank needs more than its accelerator has")
+            console.print(f"the {which} does not fit: {TOO_LITTLE}")
 
 
 def _speeds(result: PlanDiff) -> str:
@@ -143,7 +145,9 @@ def side_of_layout(layout: Layout, compiles: bool | None, reserve: float) -> Sid
     for index, stage in enumerate(layout.plan.stages):
         texts = describe_stage(stage)
         keys |= {f"stages[{index}].{key}": (getattr(stage, key), texts[key]) for key in StageSpec.model_fields}
-    keys |= _described("model", layout.model) | _described("cluster", layout.cluster)
+    model = layout.model  # as it is, whether its file says so or leaves it to a default
+    model = model.replace(kv_heads=model.num_kv_heads, head_dim=model.head_size, gated=model.is_gated)
+    keys |= _described("model", model) | _described("cluster", layout.cluster)
     keys |= {"job.compile": (compiles, str(compiles)), "job.reserve": (reserve, str(reserve))}
     found = predict(layout, reserve=reserve, software=hethub_software(compiles))
     most = max(entry.bytes for entry in found.memory)
@@ -217,8 +221,7 @@ def describe_replicas(stage: StageSpec) -> str:
 
 def _run(sort: tuple[int, int, int, int | None, tuple[float, ...] | None], ranks: list[int]) -> str:
     tp, micro_batch, samples, in_flight, shares = sort
-    low, high = min(ranks), max(ranks)
     held = "" if in_flight is None else f", {in_flight} in flight"
     cut = "" if shares is None else f", cut {':'.join(f'{share:g}' for share in shares)}"
-    span = f"rank {low}" if low == high else f"ranks {low}-{high}"
+    span = f"rank{'s' * (len(ranks) > 1)} {show_ranks(ranks)}"
     return f"{len(ranks) // tp} x TP {tp} ({span}) with {samples} samples in micro-batches of {micro_batch}{held}{cut}"

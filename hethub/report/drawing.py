@@ -88,11 +88,12 @@ def losses(rows: Sequence[Mapping[str, Any]]) -> str:
     return curve(lines) + legend(list(lines)) if lines else "<p>No step had a loss.</p>"
 
 
-def curve(lines: Mapping[str, Sequence[tuple[int, float]]], height: float = 180) -> str:
+def curve(lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     """Lines of (step, value) on one scale; points of a line with few are marked. First and last step stand below,
     smallest and largest value beside."""
     steps, values = zip(*(point for points in lines.values() for point in points), strict=True)
-    first, low, high, bottom = min(steps), min(values), max(values), height - 20
+    height, first, low, high = 180, min(steps), min(values), max(values)
+    bottom = height - 20
     across, up = (WIDTH - LABEL - 12) / (max(steps) - first or 1), (bottom - 16) / (high - low or 1.0)
     drawn = []
     for name, points in lines.items():
@@ -115,9 +116,9 @@ def _thinned(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return [place for both in ends for place in sorted(both)]
 
 
-def scatter(points: Sequence[tuple[float, float, str, bool]], across: str, up: str, height: float = 360) -> str:
+def scatter(points: Sequence[tuple[float, float, str, bool]], across: str, up: str) -> str:
     """Points (x, y, name, whether it is on the frontier) with axes from 0; the frontier's are joined and named."""
-    right = 1.1 * max(point[0] for point in points) or 1.0
+    height, right = 360, 1.1 * max(point[0] for point in points) or 1.0
     top = 1.1 * max(point[1] for point in points) or 1.0
     x, y = (
         (lambda value: LABEL + value / right * (WIDTH - LABEL - 120)),

@@ -58,7 +58,10 @@ def print_alone(alone: Sequence["HomogeneousPart"], console: Console) -> None:
             f"{each.tokens_per_second:,.0f} tokens/s{lifted}, {each.plan.schedule}, {shape(each.plan)}"
         )
     if not alone:
-        console.print("not compared with the makers alone: the batch leaves one device type without a sample")
+        console.print(
+            "not compared with the makers alone: one device type alone has no plan, for want of a sample or of accelerators for "
+            "the constraints"
+        )
 
 
 def save_alone(alone: Sequence["HomogeneousPart"], model: ModelSpec, folder: Path) -> list[Path]:

@@ -221,8 +221,8 @@ def _label(layout: Layout, ranks: Sequence[int]) -> str:
     return name if len(ranks) == 1 else f"{name} x{len(ranks)}"
 
 
-def _differences(sides: Mapping[str, Sequence[Span]], how: str, most: int = 10) -> str:
-    """The actions whose time in the run (measured or emulated) is furthest from the predicted one."""
+def _differences(sides: Mapping[str, Sequence[Span]], how: str) -> str:
+    """The ten actions whose time in the run (measured or emulated) is furthest from the predicted one."""
     predicted = {(s.rank, s.name): s.stop_seconds - s.start_seconds for s in sides["predicted"]}
     both = [
         (s.rank, s.name, predicted[s.rank, s.name], s.stop_seconds - s.start_seconds)
@@ -230,9 +230,7 @@ def _differences(sides: Mapping[str, Sequence[Span]], how: str, most: int = 10) 
         if (s.rank, s.name) in predicted
     ]
     both.sort(key=lambda row: -abs(row[3] - row[2]))
-    rows = [
-        [str(r), name, f"{a * 1e3:.2f}", f"{b * 1e3:.2f}", f"{(b - a) * 1e3:+.2f}"] for r, name, a, b in both[:most]
-    ]
+    rows = [[str(r), name, f"{a * 1e3:.2f}", f"{b * 1e3:.2f}", f"{(b - a) * 1e3:+.2f}"] for r, name, a, b in both[:10]]
     table = html_table(["rank", "action", "predicted ms", f"{how} ms", "difference ms"], rows)
     return f"<h3>Largest differences</h3>{table}"
 

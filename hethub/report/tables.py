@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the planner's search takes a while to load, and most tables
 
 GIB = 2**30
 CLOSE_PERCENT = 10  # of the memory of the fullest rank, left free by the prediction
+TOO_LITTLE = "a rank leaves less memory free than constraints.reserve asks, or ranks hold more than their machine has in host memory"
 MOST_NAMES = 10  # of rows skipped for one reason
 
 
@@ -172,7 +173,8 @@ def print_prediction(
 def whether_it_fits(prediction: Prediction) -> str:
     """And what to do where that is close: published peaks are 11 % off their predictions in the mean."""
     if not prediction.fits:
-        return "does not fit: a rank needs more than its accelerator has"
+        over = any(entry.bytes > entry.limit for entry in prediction.memory)
+        return f"does not fit: {'a rank needs more than its accelerator has' if over else TOO_LITTLE}"
     fullest = max(prediction.memory, key=lambda entry: entry.bytes / entry.limit)
     free = 100 * (1 - fullest.bytes / fullest.limit)
     if free > CLOSE_PERCENT:
@@ -274,10 +276,14 @@ def print_validation(result: Mapping[str, Any]) -> None:
     for name, group in result["by"].items():
         table.add_row(name, *(_figure(group.get(key)) for key in ("rows", "mape", "max_error")))
     console.print(table)
-    console.print(
-        f"{len(result['rows'])} rows: MAPE {result['mape']:.1f} %, macro mean {result['macro_mape']:.1f} %, median "
-        f"{result['median_error']:.1f} %, largest {result['max_error']:.1f} %; {len(result['skipped'])} skipped"
-    )
+    left_out = f"{len(result['skipped'])} skipped, {len(result['suspects'])} suspect"
+    if counted := sum(group["rows"] for group in result["by"].values()):
+        console.print(
+            f"{counted} rows: MAPE {result['mape']:.1f} %, macro mean {result['macro_mape']:.1f} %, median "
+            f"{result['median_error']:.1f} %, largest {result['max_error']:.1f} %; {left_out}"
+        )
+    else:
+        console.print(f"no row counts: {left_out}")
     if memory := result.get("memory", {}).get("by"):
         means = ", ".join(f"{name} {group['mape']:.1f} % ({group['rows']})" for name, group in memory.items())
         console.print(f"peak memory, mean |error| (rows): {means}")

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from hethub.cli import run
-from hethub.report.diff import describe_stage, diff, side_of_layout
+from hethub.report.diff import describe_replicas, describe_stage, diff, side_of_layout
 from hethub.runtime.run_folder import RunFolder
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import load_job
@@ -150,6 +150,13 @@ def test_every_field_of_a_plan_is_compared(key, other):
     assert difference.first != difference.second
 
 
+def test_ranks_between_a_stages_own_are_not_said_to_be_its():
+    """Replicas on ranks 0 and 2 stood as `ranks 0-2`."""
+    replicas = [{"ranks": [rank], "micro_batch": 1, "samples": 4} for rank in (0, 2)]
+    said = describe_replicas(StageSpec.model_validate({"layers": [[0, 4]], "replicas": replicas}))
+    assert said == "2 x TP 1 (ranks 0, 2) with 4 samples in micro-batches of 1"
+
+
 def test_no_field_of_a_stage_or_replica_is_left_out_of_its_description():
     assert set(describe_stage(GIVEN.stages[0])) == set(StageSpec.model_fields)
     assert set(ReplicaSpec.model_fields) == {"ranks", "micro_batch", "samples", "in_flight", "tensor_shares"}
@@ -161,6 +168,19 @@ def test_models_and_clusters_of_two_plans_are_compared_too():
     assert "job.cluster.links.in_node.latency_seconds" in [each.key for each in compared.differences]
     deeper = differing(bind(GIVEN, MODEL_SPEC, CLUSTER_SPEC), bind(GIVEN, MODEL_SPEC.replace(ffn=128), CLUSTER_SPEC))
     assert [each.key for each in deeper.differences] == ["job.model.ffn"]
+
+
+def test_what_one_model_alone_says_makes_models_unlike_and_what_goes_without_saying_does_not():
+    """A window was none of the differences that count: a model that attends to 16 tokens was called as fast as one that attends
+    to all. As many heads of keys as of queries are the default."""
+    plain = MODEL_SPEC.replace(kv_heads=None, head_dim=None)
+    said = plain.replace(kv_heads=plain.heads, head_dim=plain.head_size)
+    first, same, seen = (bind(GIVEN, own, CLUSTER_SPEC) for own in (plain, said, plain.replace(sliding_window=16)))
+    assert differing(first, same).differences == ()
+    windowed = differing(first, seen)
+    assert [each.key for each in windowed.differences] == ["job.model.sliding_window"]
+    assert windowed.unlike_models
+    assert windowed.slower_percent is None
 
 
 def test_a_plan_that_does_not_hold_for_its_cluster_is_named_by_its_file(tmp_path, capsys):

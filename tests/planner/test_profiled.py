@@ -9,7 +9,7 @@ from hethub.planner import plan
 from hethub.planner.generate.families import FAMILIES
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
-from hethub.predictor.cost.profile import LayerTiming, ProfileSpec
+from hethub.predictor.cost.profile import LayerTiming, LinkTiming, ProfileSpec
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
@@ -117,3 +117,29 @@ def test_a_profile_of_other_accelerators_or_another_model_is_refused_by_its_file
         assert f"hethub: {file}: the profile measured {words}" in ended.stderr
     ended = one(ranks(1, "plan", job, "--set", f"profile={file}", cwd=tmp_path))
     assert ended.exit_code == 2
+
+
+def explained(links: tuple[LinkTiming, ...] = ()):
+    """Eighteen samples on the faster one, six on the other: both compute for 18 x 4 x 3 ms."""
+    measured = profile({"A100-PCIe-40GB": 3e-3, "A100-PCIe-80GB": 1e-3}).replace(links=links)
+    return plan(TINY, CLUSTER, BATCH, ConstraintsSpec(pp=1), with_bounds=False, profile=measured, explain=True)
+
+
+def test_what_binds_is_found_for_measured_accelerators() -> None:
+    """With the faster one a tenth better 19 samples take 19 x 4 x 3 / 1.1 ms, 4.2 % less. All speeds were told to win
+    nothing, for the measurements stayed as they were."""
+    gains = {reason.constraint: reason.faster_percent for reason in explained().reasons}
+    assert gains["the speed of A100-PCIe-80GB"] == pytest.approx(100 * (18 / (19 / 1.1) - 1), abs=0.5)
+
+
+def test_measured_speeds_and_links_are_off_in_the_scenarios_too() -> None:
+    """A step that is computing alone varies with the accelerators' speeds; one that waits for a measured link waits 1/0.6
+    times as long where links give 60 %."""
+    computing = explained().outlook
+    assert computing.p90_seconds > 1.02 * computing.p10_seconds
+    link = {"level": "between_nodes", "latency_seconds": 0.0, "gbytes_per_second": 0.05}
+    operations = ("send", "all_reduce")
+    waiting = explained(tuple(LinkTiming.model_validate({**link, "operation": each}) for each in operations))
+    shown = waiting.prediction.breakdown["dp"]
+    more = waiting.outlook.links_at_60_percent_seconds - waiting.prediction.step_seconds
+    assert more == pytest.approx(shown * (1 / 0.6 - 1), rel=0.02)

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hethub
 from hethub.predictor import check_memory, predict, rank_memory
 from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.closed_form import Chain, pipeline
 from hethub.predictor.pipeline.costs import PlanCosts
@@ -307,6 +309,7 @@ def test_an_answer_says_what_staging_costs(rate: float | None, limits: bool) -> 
     assert found.staging is not None
     assert found.staging.limits == limits
     assert ("a guess" in found.staging.source) == (rate is None)
+    assert found.staging.step_seconds_device_direct is not None
     assert (found.staging.step_seconds_device_direct < 0.9 * found.step_seconds) == limits
     sentence = found.staging.sentence()
     assert ("which limits this plan" in sentence and "no such relay" in sentence) == limits
@@ -320,6 +323,24 @@ def test_the_rate_of_staging_is_said_in_three_digits(rate: float, said: str) -> 
     """A measured one came with six."""
     sentence = Staging(rate, "measured, with the wire", True, 1.0).sentence()
     assert f"through host memory at {said} GB/s per accelerator (measured, with the wire)" in sentence
+
+
+def test_a_measured_bridge_does_not_tell_staging_from_the_wire() -> None:
+    """A step of which 99.8 % crosses the bridge was said not to be limited."""
+    on = cluster(("A100-SXM4-80GB", 1, 1), ("MI250X-GCD", 1, 1), gbps=400)
+    layout = uniform(TINY, on, tp=1, pp=1, micro_batch=1, batch=2, seq=64, precision="fp32", zero=1)
+    link = {"level": "between_islands", "operation": "send", "latency_seconds": 0.0, "gbytes_per_second": 0.001}
+    device = {
+        "accelerator": "A100-SXM4-80GB",
+        "precision": "fp32",
+        "layers": [{"micro_batch": 1, "seq_len": 64, "forward_seconds": 1e-4, "backward_seconds": 2e-4}],
+    }
+    about = {"date": "", "hethub": hethub.__version__, "software": "test", "model": TINY.to_dict()}
+    measured = ProfileSpec.model_validate({**about, "devices": [device], "links": [link]})
+    staging = with_staging(predict(layout, profile=measured), layout, measured).staging
+    assert staging is not None
+    assert (staging.limits, staging.step_seconds_device_direct) == (None, None)
+    assert staging.sentence().endswith("at 0.001 GB/s per accelerator (measured, with the wire).")
 
 
 def test_one_makers_answer_has_no_staging() -> None:
@@ -340,4 +361,5 @@ def test_what_is_offloaded_is_no_part_of_what_staging_costs() -> None:
     assert found.staging is not None
     assert found.breakdown["optimizer"] > 0.5 * found.step_seconds
     bridged = found.breakdown["pp"] + found.breakdown["bubble"]
+    assert found.staging.step_seconds_device_direct is not None
     assert found.step_seconds - found.staging.step_seconds_device_direct <= bridged

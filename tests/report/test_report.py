@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 
+from hethub.planner.explain.homogeneous_sum import homogeneous_parts
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch
 from hethub.predictor import predict
 from hethub.predictor.pipeline.timeline import Span
 from hethub.report.drawing import losses
+from hethub.report.explanation import print_alone
 from hethub.report.html import Measured, last_step, report_run, spans_of, write_page
-from hethub.report.tables import whether_it_fits
+from hethub.report.tables import TOO_LITTLE, whether_it_fits
 from hethub.report.trace import chrome_trace
+from hethub.runtime.console import make_console
 from hethub.runtime.run_folder import RunFolder
 from hethub.spec.errors import BadInput
-from hethub.spec.job import load_job
+from hethub.spec.job import ConstraintsSpec, load_job
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec, load_plan
 from tests.predictor.plans import TINY, cluster, uniform
@@ -150,7 +155,28 @@ def test_a_plan_that_nearly_fills_a_rank_says_what_to_do() -> None:
     nearly = prediction.memory[1]._replace(bytes=int(0.93 * prediction.memory[1].limit))
     text = whether_it_fits(replace(prediction, memory=(prediction.memory[0], nearly)))
     assert text.startswith("fits, by a prediction that leaves rank 1 7.0 % of its memory. Raise constraints.reserve")
-    assert whether_it_fits(replace(prediction, fits=False)).startswith("does not fit")
+
+
+def test_a_plan_that_does_not_fit_is_said_to_need_what_it_needs() -> None:
+    """Where it takes of the reserve alone, or the host's memory is short, no rank needs more than its accelerator has."""
+    most = max(entry.bytes / entry.limit for entry in predict(LAYOUT).memory)
+    short = predict(LAYOUT, reserve=1.001 * (1 - most))
+    assert not short.fits
+    assert whether_it_fits(short) == f"does not fit: {TOO_LITTLE}"
+    over = short.memory[0]._replace(bytes=short.memory[0].limit + 1)
+    told = whether_it_fits(replace(short, memory=(over, short.memory[1])))
+    assert told == "does not fit: a rank needs more than its accelerator has"
+
+
+def test_accelerators_too_few_for_a_degree_are_not_called_a_batch_too_small(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of 16 samples each type has some, and the second has two accelerators for tp 4."""
+    on = cluster(("A100-SXM4-80GB", 1, 4), ("MI250X-GCD", 1, 2))
+    alone = homogeneous_parts(pose(TINY, on, Batch(16, 64, "bf16"), ConstraintsSpec(tp=4)))
+    assert alone is None
+    print_alone((), make_console())
+    assert "for want of a sample or of accelerators for the constraints" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_trace_of_another_plan_goes_when_the_run_goes_on(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 from hethub.planner.evaluate.processes import at_once
 from hethub.planner.problem.problem import Problem
-from hethub.planner.problem.scaled import Scale, scaled
+from hethub.planner.problem.scaled import Scale, scaled_problem
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import Constants, packaged
+from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import step_times
@@ -63,10 +64,11 @@ class Outlook:
 
 
 class Scenario(NamedTuple):
-    """A cluster and constants with other figures."""
+    """A cluster, constants and measurements with other figures."""
 
     cluster: ClusterSpec
     constants: Constants
+    profile: ProfileSpec | None
 
 
 class Outlooks:
@@ -111,7 +113,7 @@ class Outlooks:
     @memoized
     def _with_links(self, part: float) -> Scenario:
         """Links at a part of their rate, and all else as predicted."""
-        return Scenario(scaled(self.problem.cluster, _links(part)), packaged())
+        return self._scenario(_links(part), packaged())
 
     @cached_property
     def _scenarios(self) -> tuple[Scenario, ...]:
@@ -121,9 +123,13 @@ class Outlooks:
         speeds = [[NormalDist(0, errors[name]).inv_cdf(q) for q in _quantiles(name)] for name in names]
         overlaps = [NormalDist(0, 0.5 * log(OVERLAP)).inv_cdf(quantile) for quantile in _quantiles("overlap")]
         return tuple(
-            Scenario(scaled(self.problem.cluster, _links(link, names, own)), _with_overlap(exp(more)))
+            self._scenario(_links(link, names, own), _with_overlap(exp(more)))
             for link, own, more in zip(links, zip(*speeds, strict=True), overlaps, strict=True)
         )
+
+    def _scenario(self, scale: Scale, constants: Constants) -> Scenario:
+        other = scaled_problem(self.problem, scale)
+        return Scenario(other.cluster, constants, other.profile)
 
 
 def _seconds(wirings: Wirings, costs: PlanCosts, scenario: Scenario) -> float:

@@ -9,7 +9,7 @@ from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.evaluate.processes import forked
 from hethub.planner.problem.problem import Problem
-from hethub.planner.problem.scaled import Scale, scaled
+from hethub.planner.problem.scaled import Scale, scaled_problem
 from hethub.planner.result import TWICE, Bottleneck
 from hethub.planner.search.effort import effort_for
 from hethub.planner.search.local_search import climb, descend, movable
@@ -45,7 +45,7 @@ def _relaxations(problem: Problem) -> dict[str, Problem]:
         scales["the network between nodes"] = Scale(network=RELAXED)
     if len(cluster.islands) > 1:
         scales["the bridge between islands"] = Scale(bridge=RELAXED)
-    relaxed = {name: problem.on(scaled(cluster, scale)) for name, scale in scales.items()}
+    relaxed = {name: scaled_problem(problem, scale) for name, scale in scales.items()}
     # Twice: a tenth more is seldom divisible by what the batch was chosen for.
     larger = problem.batch._replace(global_batch=2 * problem.batch.global_batch)
     return {**relaxed, TWICE: problem.on(cluster, larger)}

@@ -48,7 +48,7 @@ class _Kept:
     """The `number` best cuts so far, few of each combination, or of each number of stages, and below which estimate
     a new one would enter."""
 
-    def __init__(self, number: int, *, by_depth: bool = False) -> None:
+    def __init__(self, number: int, by_depth: bool) -> None:
         self.number, self.limit, self.worst = number, float("inf"), float("inf")
         self.by_depth = by_depth
         self.cuts: list[Cut] = []
@@ -94,7 +94,7 @@ def best_cuts(
     least = table.bound[lines.rows] + table.through[lines.rows] * (1 - 2 / (lines.stages + 1))
     ranked = np.argsort(least, kind="stable")
     lines, least = lines.at(ranked), least[ranked]
-    kept = _Kept(number, by_depth=by_depth)
+    kept = _Kept(number, by_depth)
     start, stop = 0, FIRST_LOOK
     while start < len(least) and least[start] < kept.limit:
         own = start + np.flatnonzero(least[start:stop] < kept.limit)

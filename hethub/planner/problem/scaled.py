@@ -1,11 +1,13 @@
-"""Clusters with some of their figures scaled: what binds a plan, and how it holds when figures were wrong."""
+"""Clusters and measurements with some of their figures scaled: what binds a plan, and how it holds when figures were wrong."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log2
 
+from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.node_links import UNKNOWN_GENERATION, through_host
+from hethub.predictor.cost.profile import DeviceProfile, LinkTiming, ProfileSpec
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 
@@ -20,6 +22,31 @@ class Scale:
     in_node: float = 1.0
     network: float = 1.0
     bridge: float = 1.0
+
+
+def scaled_problem(problem: Problem, scale: Scale) -> Problem:
+    """The question where the cluster, and what was measured of it, has every figure times its factor."""
+    on = problem.on(scaled(problem.cluster, scale))
+    return replace(on, profile=problem.profile and scaled_profile(problem.profile, scale))
+
+
+def scaled_profile(profile: ProfileSpec, scale: Scale) -> ProfileSpec:
+    """The measurements of the scaled cluster: they count instead of its figures, which would be scaled to no effect."""
+    return profile.unchecked(
+        devices=tuple(_measured(device, scale.compute.get(device.accelerator, 1.0)) for device in profile.devices),
+        links=tuple(_faster(link, scale) for link in profile.links),
+    )
+
+
+def _measured(device: DeviceProfile, compute: float) -> DeviceProfile:
+    """An optimizer that was not measured goes by the accelerator's figures, which are scaled themselves."""
+    estimated = device.optimizer_seconds_per_parameter is None
+    return device.slower(1.0 / compute, optimizer=1.0 if estimated else None)
+
+
+def _faster(link: LinkTiming, scale: Scale) -> LinkTiming:
+    factor = {"in_node": scale.in_node, "between_nodes": scale.network, "between_islands": scale.bridge}[link.level]
+    return link.unchecked(gbytes_per_second=link.gbytes_per_second * factor)
 
 
 RATES = [name for name in AcceleratorSpec.model_fields if name.endswith("_tflops")]

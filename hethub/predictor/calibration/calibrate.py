@@ -127,8 +127,9 @@ def _with_speeds(constants: Constants, run: ProfileSpec) -> Constants:
             cost = LayerCost(run.model, spec, timing.seq_len, device.precision, constants=constants)
             expected = cost.layer(timing.micro_batch, timing.tp).total
             ratios.append(log((timing.forward_seconds + timing.backward_seconds) / expected))
-        own = accelerators.setdefault(scales_key(spec.name, device.precision), {})
-        own["log_scale"] = own.get("log_scale", 0.0) + fmean(ratios)
+        key = scales_key(spec.name, device.precision)
+        known = accelerators.get(key, constants.of_accelerator(key))
+        accelerators[key] = {**known, "log_scale": known.get("log_scale", 0.0) + fmean(ratios)}
     return Constants(**{**constants.to_dict(), "accelerators": accelerators})
 
 

@@ -147,7 +147,7 @@ class Constants:
         for values in (
             self.families.get(f"{_PREDECESSORS.get(name)} {width}"),
             self.families.get(f"{name} {width}"),
-            self._own(accelerator.name, width),
+            self.of_accelerator(scales_key(accelerator.name, precision)),
         ):
             if values is not None:
                 scale += values.get("log_scale", 0.0)
@@ -173,10 +173,10 @@ class Constants:
             throttle=max(throttle, -0.5),
         )
 
-    def _own(self, accelerator: str, width: str) -> dict[str, float] | None:
-        """The scales of an accelerator, else those of the same chip under another name."""
-        own = self.accelerators.get(f"{accelerator} {width}")
-        return own or self.accelerators.get(f"{_SAME_CHIP.get(accelerator)} {width}")
+    def of_accelerator(self, key: str) -> dict[str, float]:
+        """The scales under an accelerator's `scales_key`, else those of the same chip under another name."""
+        name, width = key.rsplit(maxsplit=1)
+        return self.accelerators.get(key) or self.accelerators.get(f"{_SAME_CHIP.get(name)} {width}", {})
 
     def knows(self, accelerator: str, precision: MathPrecision) -> bool:
         """Whether the fit saw an accelerator of this name compute layers or steps, and not products alone."""

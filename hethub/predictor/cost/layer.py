@@ -1,7 +1,7 @@
 """Seconds of a layer, the embedding, the head and the optimizer on one accelerator: a roofline per operator."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from hethub.predictor.cost.constants import Constants, Efficiency, attention_peak_flops, is_cpu, packaged, peak_flops
 from hethub.predictor.cost.operators import (
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Number = TypeVar("Number", float, "np.ndarray")
+Part = Literal["layer", "embedding", "head"]
 
 # Bytes per parameter and backward of hethub's gradients in fp32, beside a product's own half-precision result. cuBLAS
 # reads and writes them as that result (addmm's out_dtype, hethub/runtime/state/parameter.py); elsewhere the result is
@@ -177,13 +178,25 @@ class LayerCost:
         key = (samples, share, tp, recompute)
         found = self._layers.get(key)
         if found is None:
-            once = self._layer_once(samples, self.seq_len, share)
+            once = self._once("layer", samples, self.seq_len, share)
             again = self._recompute_fraction(recompute, Shape(samples, self.seq_len, share)) * once.forward
             found = self._layers[key] = PassSeconds(once.forward, once.backward + again)
         return found
 
-    def _layer_once(self, samples: float, seq_len: int, share: float) -> PassSeconds:
-        return self.device.both(layer_work(self.model, Shape(samples, seq_len, share), self.precision, self.software))
+    def _once(self, part: Part, samples: float, seq_len: int, share: float) -> PassSeconds:
+        """A part without recompute. A head whose loss comes in chunks makes its gradients with the logits at hand: its
+        backward has but to pass them on."""
+        if part == "layer":
+            shape = Shape(samples, seq_len, share)
+            return self.device.both(layer_work(self.model, shape, self.precision, self.software))
+        tokens = samples * seq_len
+        if part == "embedding":
+            return self.device.both(embedding_work(self.model, tokens, self.precision))
+        found = self.device.both(head_work(self.model, tokens, share, self.precision))
+        if not self.software.chunked_loss:
+            return found
+        passed_on = self.device.seconds(head_passed_on(self.model, tokens, self.precision))
+        return PassSeconds(found.total - passed_on, passed_on)
 
     def _recompute_fraction(self, recompute: Recompute, shape: Shape) -> float:
         """Which part of a forward's seconds runs again in the backward. hethub's selective recompute runs attention
@@ -215,19 +228,11 @@ class LayerCost:
 
     def embedding(self, samples: float) -> PassSeconds:
         """Looking tokens up, and adding their gradients."""
-        return self.device.both(embedding_work(self.model, samples * self.seq_len, self.precision))
+        return self._once("embedding", samples, self.seq_len, 1.0)
 
     def head(self, samples: float, share: float = 1.0) -> PassSeconds:
         """Final norm, output matrix and loss on a rank that holds `share` of the vocabulary."""
-        return self._head_once(samples, self.seq_len, share)
-
-    def _head_once(self, samples: float, seq_len: int, share: float) -> PassSeconds:
-        """A loss in chunks makes its gradients with the logits at hand: the backward has but to pass them on."""
-        found = self.device.both(head_work(self.model, samples * seq_len, share, self.precision))
-        if not self.software.chunked_loss:
-            return found
-        passed_on = self.device.seconds(head_passed_on(self.model, samples * seq_len, self.precision))
-        return PassSeconds(found.total - passed_on, passed_on)
+        return self._once("head", samples, self.seq_len, share)
 
     def optimizer(self, parameters: Number) -> Number:
         """Seconds to zero and norm the gradients of `parameters`, one count or an array, and step them with AdamW."""

@@ -51,7 +51,7 @@ class NodeLinks:
         joined = None if self.given_gbytes_per_second else self.device.linked_accelerators
         return joined is None or len({place // joined for place in places}) <= 1
 
-    def hosted(self, joined: bool = True) -> bool:
+    def hosted(self, joined: bool) -> bool:
         """Whether bytes pass the host. Links pair by pair are dedicated, however slow one is."""
         if self.device.peer_gbytes_per_second is not None:
             return False

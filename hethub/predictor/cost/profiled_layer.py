@@ -2,16 +2,13 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from hethub.predictor.cost.constants import Constants
-from hethub.predictor.cost.layer import LayerCost, Number, PassSeconds
-from hethub.predictor.cost.operators import embedding_work
+from hethub.predictor.cost.layer import LayerCost, Number, Part, PassSeconds
 from hethub.predictor.cost.profile import Corrections, DeviceProfile, LayerTiming, PartTiming
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.model import ModelSpec
-
-Part = Literal["layer", "embedding", "head"]
 
 
 class ProfiledLayerCost(LayerCost):
@@ -36,35 +33,19 @@ class ProfiledLayerCost(LayerCost):
         )
 
     def _estimate_pass(self, part: Part, which: int, samples: int, seq_len: int, tp: int) -> float:
-        return self._estimate(part, samples, seq_len, 1.0 / tp)[which]
+        return super()._once(part, samples, seq_len, 1.0 / tp)[which]
 
-    def _estimate(self, part: Part, samples: float, seq_len: int, share: float) -> PassSeconds:
-        if part == "layer":
-            return super()._layer_once(samples, seq_len, share)
-        if part == "embedding":
-            return self.device.both(embedding_work(self.model, samples * seq_len, self.precision))
-        return self._head_once(samples, seq_len, share)
-
-    def _corrected(self, part: Part, samples: float, seq_len: int, share: float) -> PassSeconds:
+    def _once(self, part: Part, samples: float, seq_len: int, share: float) -> PassSeconds:
         ratios = self._ratios.get(part)
         if ratios is None:
-            return self._estimate(part, samples, seq_len, share)
+            return super()._once(part, samples, seq_len, share)
         self.extrapolated |= ratios[0].extrapolates(samples, seq_len, 1.0 / share)
         if samples > (most := ratios[0].most_samples):  # a sample gets no cheaper than any measurement has shown
-            forward, backward = self._corrected(part, most, seq_len, share)
+            forward, backward = self._once(part, most, seq_len, share)
             return PassSeconds(forward * samples / most, backward * samples / most)
-        seconds = self._estimate(part, samples, seq_len, share)
+        seconds = super()._once(part, samples, seq_len, share)
         forward, backward = (ratio.at(samples, seq_len, 1.0 / share) for ratio in ratios)
         return PassSeconds(seconds.forward * forward, seconds.backward * backward)
-
-    def _layer_once(self, samples: float, seq_len: int, share: float) -> PassSeconds:
-        return self._corrected("layer", samples, seq_len, share)
-
-    def embedding(self, samples: float) -> PassSeconds:
-        return self._corrected("embedding", samples, self.seq_len, 1.0)
-
-    def head(self, samples: float, share: float = 1.0) -> PassSeconds:
-        return self._corrected("head", samples, self.seq_len, share)
 
     def optimizer(self, parameters: Number) -> Number:
         measured = self._optimizer_seconds

@@ -50,8 +50,9 @@ class PlanCosts:
         self.__dict__.pop("loads", None)
         self.__dict__.pop("is_paced", None)
 
-    def set_figures(self, cluster: ClusterSpec, constants: Constants) -> None:
-        """Prices everything anew on a cluster that differs in figures alone (the planner asks seventeen times a plan)."""
+    def set_figures(self, cluster: ClusterSpec, constants: Constants, profile: ProfileSpec | None) -> None:
+        """Prices everything anew where cluster and profile have other figures (the planner asks seventeen times a plan)."""
+        self.profile = profile
         self.layout = copy.copy(self.layout)  # how samples are dealt does not depend on figures
         object.__setattr__(self.layout, "cluster", cluster)
         for name in ("chains", "chains_apart"):

@@ -85,8 +85,8 @@ class StateCosts:
         unlike = self.layout.stages[stage].unlike_replicas
         return max(self.rank_parameters(stage, replica, portion) for replica in unlike)
 
-    def rank_parameters(self, stage: int, spec: ReplicaSpec, portion: Portion | None = None) -> float:
-        """Parameters of a portion, by default of all of the stage, on the replica's fullest rank; where both ends of a
+    def rank_parameters(self, stage: int, spec: ReplicaSpec, portion: Portion | None) -> float:
+        """Parameters of a portion, None for all of the stage, on the replica's fullest rank; where both ends of a
         tied head sum and step it together, without that."""
         held = self.held(spec, portion or self.whole[stage])
         return held.own if self.tied_group else held.own + held.apart

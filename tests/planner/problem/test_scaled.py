@@ -2,12 +2,13 @@
 
 import pytest
 
-from hethub.planner.problem.scaled import Scale, scaled
+from hethub.planner.problem.scaled import Scale, scaled, scaled_profile
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.node_links import NodeLinks
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from tests.planner.problems import answer, mixed
+from tests.planner.test_profiled import profile
 
 
 def test_faster_links_and_compute_never_make_the_best_plan_slower():
@@ -86,3 +87,20 @@ def test_a_link_inside_a_node_is_scaled_and_stays_of_its_sort(link: float, given
         return inside.bytes_per_second(packaged().links)
 
     assert rate(scaled(cluster, Scale(in_node=factor))) == pytest.approx(factor * rate(cluster))
+
+
+def test_measurements_are_scaled_by_the_factor_of_what_was_measured() -> None:
+    """An optimizer that was not measured goes by the cluster's figures, and is scaled with these."""
+    measured = profile({"A100-PCIe-40GB": 3e-3, "A100-PCIe-80GB": 1e-3})
+    one, other = measured.devices
+    levels = ("in_node", "between_nodes", "between_islands")
+    links = [{"level": each, "operation": "send", "latency_seconds": 1e-5, "gbytes_per_second": 1.0} for each in levels]
+    given = {**measured.to_dict(), "links": links}
+    given["devices"] = [one.to_dict(), other.replace(optimizer_seconds_per_parameter=1e-9).to_dict()]
+    scale = Scale(compute={own.accelerator: 2.0 for own in (one, other)}, in_node=3.0, network=5.0, bridge=7.0)
+    found = scaled_profile(type(measured).model_validate(given), scale)
+    for before, now in zip((one, other), found.devices, strict=True):
+        assert [own.forward_seconds for own in now.layers] == [own.forward_seconds / 2 for own in before.layers]
+    assert [own.optimizer_factor for own in found.devices] == [1.0, 0.5]
+    assert [link.gbytes_per_second for link in found.links] == [3.0, 5.0, 7.0]
+    assert {link.latency_seconds for link in found.links} == {1e-5}

@@ -5,14 +5,22 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import hethub
 from hethub.cli import run
-from hethub.predictor.calibration.calibrate import corrected
+from hethub.predictor.calibration.calibrate import _with_speeds, corrected
 from hethub.predictor.calibration.evaluate import evaluate
+from hethub.predictor.calibration.fit.least_squares import apply, scales
 from hethub.predictor.calibration.sources.training_steps import read_table
-from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.constants import packaged, scales_key
+from hethub.predictor.cost.layer import LayerCost
+from hethub.predictor.cost.profile import ProfileSpec
+from hethub.predictor.cost.profiled_layer import estimated_device
+from hethub.spec.accelerator import find_accelerator
 from tests.predictor.calibration.test_validate import ROW, table
+from tests.predictor.plans import LLAMA_8B
 from tests.support.job_files import write_job
 
 OWN = {"stack": "hethub", "inter_node_gbps": 400}
@@ -48,6 +56,20 @@ def test_other_accelerators_follow_as_far_as_the_software_is_the_reason(tmp_path
     other, _ = read_table(table(tmp_path, {**OWN, "accelerator": "H100-SXM5-80GB"}))
     before, after = (evaluate(other[0], each).seconds for each in (packaged(), corrected(packaged(), cases)))
     assert 1.1 < after / before < 1.28
+
+
+@pytest.mark.parametrize("name", ["MI250-GCD", "A800-SXM4-80GB"])
+def test_a_chip_under_another_name_measured_as_predicted_stays_as_it_is(name: str) -> None:
+    """It lost what was fitted on the chip: a layer on an MI250's half then took 11 % less."""
+    device = find_accelerator(name)
+    measured = estimated_device(LLAMA_8B, device, 4096, "bf16", 4)
+    about = {"date": "", "hethub": hethub.__version__, "software": "test"}
+    constants = _with_speeds(packaged(), ProfileSpec(**about, model=LLAMA_8B, devices=(measured,)))
+    before, after = (LayerCost(LLAMA_8B, device, 4096, "bf16", constants=own) for own in (packaged(), constants))
+    assert after.layer(2).total == pytest.approx(before.layer(2).total, rel=1e-9)
+    (slower,) = scales("accelerators", [scales_key(name, "bf16")], 0.1, None)
+    priced = LayerCost(LLAMA_8B, device, 4096, "bf16", constants=apply(packaged(), [slower], np.zeros(1)))
+    assert priced.layer(2).total == before.layer(2).total
 
 
 def predicted(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from hethub.predictor import predict
 from hethub.predictor.calibration.validation.validate import validate
+from hethub.predictor.cost.software import hethub_software
 from hethub.spec.documents import write_yaml
 from hethub.spec.errors import BadInput
-from hethub.spec.plan import save_plan
+from hethub.spec.plan import PlannedFor, save_plan
 from tests.predictor.plans import TINY, cluster, uniform
 
 
@@ -39,6 +41,20 @@ def test_a_case_may_leave_its_model_to_the_configs_folder(tmp_path: Path) -> Non
 def test_a_case_with_an_impossible_memory_is_refused(tmp_path: Path, peak: Any, told: str) -> None:
     with pytest.raises(BadInput, match=rf"peak_memory_bytes is {told}; give a positive number"):
         validate(case_folder(tmp_path, peak_memory_bytes=peak))
+
+
+def test_a_case_is_predicted_as_its_job_ran_it(tmp_path: Path) -> None:
+    """What microbatches ran was compiled or not as the plan file's job says: `hethub predict` of it said something else."""
+    on = cluster(("A100-SXM4-80GB", 1, 4))
+    layout = uniform(TINY, on, tp=1, pp=2, micro_batch=2, batch=16, seq=128)
+    case, found = case_folder(tmp_path), {}
+    write_yaml(on.to_dict(), case / "cluster.yaml")
+    write_yaml(TINY.to_dict(), case / "model.yaml")
+    for compiles in (True, False):
+        save_plan(layout.plan, case / "plan.yaml", PlannedFor(model=TINY, cluster=on, compile=compiles))
+        found[compiles] = validate(case)["rows"][0]["predicted_seconds"]
+        assert found[compiles] == predict(layout, software=hethub_software(compiles)).step_seconds
+    assert found[True] < found[False]
 
 
 def test_case_folder(tmp_path: Path) -> None:

@@ -43,6 +43,16 @@ def test_suspects_are_listed_but_in_no_mean(tmp_path: Path) -> None:
     assert result["mape"] == pytest.approx(abs(result["rows"][0]["error_percent"]))
 
 
+def test_the_printed_mean_is_of_as_many_rows_as_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Suspects were counted beside it; where all rows are, there is no mean to print."""
+    print_validation(validate(table(tmp_path, {}, {"suspect": 1, "step_seconds": 1e4})))
+    told = capsys.readouterr().out
+    assert "1 rows: MAPE" in told
+    assert "0 skipped, 1 suspect" in told
+    print_validation(validate(table(tmp_path, {"suspect": 1}, {"suspect": 1})))
+    assert "no row counts: 0 skipped, 2 suspect" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

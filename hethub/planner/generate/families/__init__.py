@@ -13,17 +13,13 @@ from hethub.planner.generate.families import cephalo, hethub, poplar, uniform, z
 from hethub.planner.problem.problem import Problem
 
 
-def _none(problem: Problem, costs: Estimator) -> Iterable[Candidate]:
-    return ()
-
-
 class Family(NamedTuple):
     """A system's plans for a problem and costs: candidates that the search may move about, and plans with its own
     schedule, rounds or offloading, which are evaluated as they are. These come in the order of the system's own estimate, or
     of what they compute at least."""
 
-    propose: Callable[[Problem, Estimator], Iterable[Candidate]] = _none
-    propose_whole: Callable[[Problem, Estimator], Iterable[Candidate]] = _none
+    propose: Callable[[Problem, Estimator], Iterable[Candidate]] = lambda problem, costs: ()
+    propose_whole: Callable[[Problem, Estimator], Iterable[Candidate]] = lambda problem, costs: ()
 
 
 FAMILIES: dict[str, Family] = {

@@ -75,7 +75,8 @@ def apply(base: Constants, parameters: list[Parameter], vector: np.ndarray) -> C
         if parameter.table in tables:
             tables[parameter.table][parameter.key] = value
         else:
-            entry = nested[parameter.table].setdefault(parameter.key, {})
+            known = base.of_accelerator(parameter.key) if parameter.table == "accelerators" else {}
+            entry = nested[parameter.table].setdefault(parameter.key, dict(known))
             entry[parameter.field] = entry.get(parameter.field, 0.0) + value
     return replace(
         base,

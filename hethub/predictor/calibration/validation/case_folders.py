@@ -6,6 +6,7 @@ from typing import Any
 
 from hethub.predictor.calibration.validation.errors import row, summary
 from hethub.predictor.cost.constants import Constants
+from hethub.predictor.cost.software import hethub_software
 from hethub.predictor.predict import predict
 from hethub.spec.base import describe
 from hethub.spec.cluster import load_cluster
@@ -59,7 +60,8 @@ def validate_folders(folder: Path, constants: Constants) -> dict[str, Any]:
 def _row(case: Path, constants: Constants) -> dict[str, Any]:
     measured = _measured(case / "measured.json")
     plan, cluster = load_plan(case / "plan.yaml"), load_cluster(case / "cluster.yaml")
-    prediction = predict(bind(plan, _model(case, plan), cluster), constants=constants)
+    software = hethub_software(plan.job.compile if plan.job else None)
+    prediction = predict(bind(plan, _model(case, plan), cluster), constants=constants, software=software)
     found = row(case.name, case.parent.name, measured["step_seconds"], prediction.step_seconds)
     if "peak_memory_bytes" in measured:
         found |= {
