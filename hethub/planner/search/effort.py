@@ -38,7 +38,7 @@ def effort_for(problem: Problem) -> Effort:
         )  # fmt: skip
     if problem.size <= 2048:
         return Effort(
-            cuts=64, finalists=16, climbs=1, arrangements=6, steps=16, tried_per_step=12,
+            cuts=192, finalists=16, climbs=1, arrangements=6, steps=16, tried_per_step=12,
             microbatches=200_000 if problem.size <= 512 else 60_000, uphill=1.05, optimism=0.95,
         )  # fmt: skip
     # The replay of many microbatches takes a second and more; in the end so few plans are evaluated that estimates lead.
