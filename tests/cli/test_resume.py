@@ -144,6 +144,20 @@ def test_a_finished_run_says_that_nothing_is_left(uninterrupted, tmp_path):
     assert (run / "trace.json").read_bytes() == (whole / "trace.json").read_bytes()
 
 
+@pytest.mark.parametrize("left", ["its plan", "a plan of hap", "a damaged plan"])
+def test_a_run_cut_off_before_its_first_checkpoint_begins_again_with_another_model(uninterrupted, tmp_path, left):
+    """The plan that it left was taken, and refused: it was made for the model of before."""
+    _, whole = uninterrupted
+    run = cut_back(whole, tmp_path / "run", 0)
+    (run / "owner.json").write_text("{}")
+    if left != "its plan":
+        write_yaml(run / "plan.yaml", program_plan() if left == "a plan of hap" else {"version": 1})
+    job = write_job(tmp_path / "job", model={"name": "another", "layers": 3}, plan="auto", train={"steps": 2})
+    begun = resume(job, run)
+    assert "it begins again at step 1" in begun.stdout
+    assert len(losses(run)) == 2
+
+
 def trained(run, step):
     path = run / "metrics.jsonl"
     return path.exists() and len(path.read_text().splitlines()) >= step

@@ -55,6 +55,24 @@ def test_all_reduce_is_right_and_the_same_everywhere(layout):
         assert error <= {"torch.bfloat16": 0.5}.get(dtype, 1e-4), (dtype, size)
 
 
+def has_left(world, wait_seconds):
+    """Whether the sender finds out that its message has left, though it does not wait."""
+    tensor = torch.ones(1000)
+    if world.rank == 1:
+        world.receive(tensor, 0).wait()
+        return True
+    sent, end = world.send(tensor, 1), time.monotonic() + wait_seconds
+    while not sent.is_completed() and time.monotonic() < end:
+        time.sleep(0.01)
+    return sent.is_completed()
+
+
+@pytest.mark.parametrize("islands", [[[0], [1]], [[0, 1]]])
+def test_a_message_that_has_left_is_known_to_have_left(islands):
+    """Gloo told only who waited, so a stage on a CPU held the results of all its microbatches until the step was over."""
+    assert run_ranks(2, has_left, 60.0, islands=islands) == [True, True]
+
+
 def by_ranges(world, groups):
     found = {}
     for ranks in groups:

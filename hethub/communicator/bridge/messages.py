@@ -28,7 +28,7 @@ from hethub.communicator.bridge.links import CopiedDown, Links, message_stage, w
 from hethub.communicator.bridge.staging import Staged, Stager, flat_of, is_plain, place_for
 from hethub.communicator.counters import Counters, LegClock
 from hethub.communicator.joining.islands import Islands, island_index
-from hethub.communicator.relays.gloo import begin_transfer
+from hethub.communicator.relays.gloo import GlooTransfer, begin_transfer
 from hethub.communicator.relays.relay import Transfer
 from hethub.communicator.work import (
     CallbackThreads,
@@ -174,12 +174,9 @@ class PointToPoint:
     def _pair(self, source: int, target: int) -> Any:
         """The library's group for what `source` sends to `target`."""
         if (source, target) not in self._pairs:
-            self._pairs[source, target] = self._process.native_group(
-                f"messages/{source}-{target}",
-                [source, target],
-                self._process.rank,
-                self._process.timeout_seconds,
-                for_messages=True,
+            name, ranks, process = f"messages/{source}-{target}", [source, target], self._process
+            self._pairs[source, target] = process.native_group(
+                name, ranks, process.rank, process.timeout_seconds, for_messages=True
             )
         return self._pairs[source, target]
 
@@ -266,16 +263,21 @@ class PointToPoint:
 
     def _start(
         self, start: Any, host: torch.Tensor, tensor: torch.Tensor, peer: int, tag: int, operation: Operation
-    ) -> NativeWork:
-        name = "send" if start is torch_private.gloo_send else "receive"
-        gloo = self._gloo if (name == "send") == (self._members[peer] > self._process.rank) else self._gloo_down
-        if name == "send":
+    ) -> torch_private.WorkBase:
+        sends, world_rank = start is torch_private.gloo_send, self._members[peer]
+        gloo = self._gloo if sends == (world_rank > self._process.rank) else self._gloo_down
+        count = self._counted(tensor, "send" if sends else "receive")
+        if sends:
             self._count_sent(tensor, peer)
         try:
             inner = start(gloo, host, peer, tag)
         except RuntimeError as error:
-            raise operation.failed(error, self._members[peer]) from error
-        return NativeWork(operation, inner, [tensor], self._members[peer], self._counted(tensor, name))
+            raise operation.failed(error, world_rank) from error
+        if not sends or self._links is None:
+            return NativeWork(operation, inner, [tensor], world_rank, count)
+        # Gloo says that a message has left to who waits for it alone: a thread does, so that its tensor can be let go.
+        work = HethubWork(operation, [tensor], self._process.callbacks)
+        return self._sender(peer)[0].submit(Job(run=GlooTransfer(inner, host, world_rank).wait, work=work, count=count))
 
     def _start_any(self, host: torch.Tensor, tensor: torch.Tensor, tag: int, operation: Operation) -> NativeWork:
         if self._aborted or self._process.given_up:
@@ -315,10 +317,8 @@ class PointToPoint:
     def _sender(self, peer: int) -> tuple[Worker, Stager]:
         with self._lock:
             if peer not in self._senders:
-                self._senders[peer] = (
-                    Worker(f"hethub-send-{peer}", self._stager.device.activate),
-                    self._process.stager(),
-                )
+                worker = Worker(f"hethub-send-{peer}", self._stager.device.activate)
+                self._senders[peer] = worker, self._process.stager()
             return self._senders[peer]
 
 

@@ -13,7 +13,7 @@ from hethub.communicator.context import Context
 from hethub.communicator.groups.native import watch_group
 from hethub.communicator.groups.process_group import HethubGroup
 from hethub.communicator.joining.islands import parse_islands, restrict
-from hethub.communicator.joining.rendezvous import Rendezvous, agree_on_token, exchanged
+from hethub.communicator.joining.rendezvous import Rendezvous, agree_on_token, exchanged, reaching
 from hethub.communicator.joining.settings import is_on
 from hethub.communicator.relays.shm_connection import host_identity
 from hethub.communicator.setup import connecting, faults_told, make_context
@@ -91,11 +91,13 @@ def context_from_environment(options: Any) -> Context:
     """A world for a program that only calls `init_process_group("hethub")`.
 
     HETHUB_ISLANDS emulates islands, HETHUB_NETWORK names the network as a CIDR, HETHUB_RELAY, HETHUB_WIRE,
-    HETHUB_DEBUG and HETHUB_STAGED_RANKS are what `connect` takes as arguments.
+    HETHUB_DEBUG and HETHUB_STAGED_RANKS are what `connect` takes as arguments. Raises BadInput, and RunFailed where a rank
+    does not come, or has gone.
     """
     rank, size = options.group_rank, options.group_size
     # A launcher's store outlives a world, and would tell the next one where the ranks of the last one are.
-    store = dist.PrefixStore(f"world/{options.store.add(f'worlds/{rank}', 1)}", options.store)
+    with reaching(rank):
+        store = dist.PrefixStore(f"world/{options.store.add(f'worlds/{rank}', 1)}", options.store)
     with faults_told(store, rank, size):
         rendezvous = _meeting(store, rank, size)
         device = choose_device(rendezvous.local_rank, rendezvous.local_size)
@@ -103,25 +105,27 @@ def context_from_environment(options: Any) -> Context:
         islands = parse_islands(emulated, size) if emulated else None
         staged = [int(word) for word in os.environ.get("HETHUB_STAGED_RANKS", "").split(",") if word]
         debug = is_on("HETHUB_DEBUG", os.environ)
-    context = make_context(
-        rendezvous,
-        device=device,
-        islands=islands,
-        relay=os.environ.get("HETHUB_RELAY", "auto"),
-        wire=os.environ.get("HETHUB_WIRE", "exact"),
-        timeout_seconds=options.timeout.total_seconds(),
-        debug=debug,
-        staged_ranks=staged,
-    )
-    if rank == 0:
-        store.delete_key("token")  # which all ranks knew before they told their facts
+    with connecting(rendezvous):
+        context = make_context(
+            rendezvous,
+            device=device,
+            islands=islands,
+            relay=os.environ.get("HETHUB_RELAY", "auto"),
+            wire=os.environ.get("HETHUB_WIRE", "exact"),
+            timeout_seconds=options.timeout.total_seconds(),
+            debug=debug,
+            staged_ranks=staged,
+        )
+        if rank == 0:
+            store.delete_key("token")  # which all ranks knew before they told their facts
     return context
 
 
 def _meeting(store: dist.Store, rank: int, size: int) -> Rendezvous:
     """Where this rank is. Raises BadInput."""
-    hosts = exchanged(dist.PrefixStore("hosts", store), rank, size, host_identity())
-    token = agree_on_token(store, rank, os.environ.get(TOKEN_VARIABLE))  # first: for rank 0's the others wait
+    with reaching(rank):
+        hosts = exchanged(dist.PrefixStore("hosts", store), rank, size, host_identity())
+        token = agree_on_token(store, rank, os.environ.get(TOKEN_VARIABLE))  # first: for rank 0's the others wait
     local_rank, local_size = place_on_host(rank, hosts)
     interface = choose_interface(os.environ.get("HETHUB_NETWORK"), is_multi_node=len(set(hosts)) > 1)
     return Rendezvous(

@@ -4,7 +4,7 @@ import contextlib
 import json
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -68,7 +68,7 @@ def exchanged(store: dist.Store, rank: int, size: int, own: str) -> list[str]:
 
     Rank 0 may serve the store: should it refuse what it has read and end, the others must have read it too. So it
     waits for them, and nobody for it; then it clears the store. Raises RunFailed naming a rank that says nothing within
-    the store's timeout.
+    the store's timeout, and DistError where the store is gone, or where a rank is before it has read.
     """
     places = [str(other) for other in range(size)]
     store.set(str(rank), own)
@@ -86,12 +86,21 @@ def exchanged(store: dist.Store, rank: int, size: int, own: str) -> list[str]:
 
 
 def exchange_last_words(store: dist.Store, rank: int, size: int, own: str) -> None:
-    """As `exchanged`, for a rank that ends and so need not hear the others."""
-    store.set(str(rank), own)
-    _leave(store, size)
-    if rank == 0:
-        with contextlib.suppress(dist.DistError):
+    """As `exchanged`, for a rank that ends and so need not hear the others, nor whether they are still there."""
+    with contextlib.suppress(dist.DistError):
+        store.set(str(rank), own)
+        _leave(store, size)
+        if rank == 0:
             store.wait(["all-read"], timedelta(seconds=_LEAVE_SECONDS))
+
+
+@contextlib.contextmanager
+def reaching(rank: int) -> Iterator[None]:
+    """The block, whose DistError becomes RunFailed: the store is gone, or a rank has not come to what all do."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise RunFailed(f"rank {rank} could not meet the other ranks: {_reason(error)}") from None
 
 
 def unheard(store: dist.Store, places: Sequence[str], error: Exception) -> tuple[int, str]:
@@ -100,7 +109,11 @@ def unheard(store: dist.Store, places: Sequence[str], error: Exception) -> tuple
     silent = 0
     with contextlib.suppress(dist.DistError):
         silent = next((number for number, place in enumerate(places) if not store.check([place])), 0)
-    return silent, str(error).splitlines()[0].partition(", keys: ")[0]
+    return silent, _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0].partition(", keys: ")[0]
 
 
 def _leave(store: dist.Store, size: int) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hethub.runtime.data.chat import ChatTemplate, conversations
 from hethub.runtime.data.dataset import Dataset
+from hethub.runtime.data.fingerprint import fingerprint
 from hethub.runtime.data.sources import Piece, list_files, pieces, stdlib_pieces
 from hethub.runtime.data.stream import Stream
 from hethub.runtime.data.tables import table_files, table_pieces
@@ -174,13 +175,28 @@ def check_tokenizer(dataset: Dataset, folder: Path) -> str | None:
 
 
 def overlap(training: DataSpec, held_out: DataSpec, base: Path) -> str | None:
-    """What held-out samples share with the training data: a file, or `python-stdlib`; None where they share nothing."""
+    """What held-out samples share with the training data: a file, or a copy of one, or `python-stdlib`; None where they
+    share nothing."""
 
-    def read(spec: DataSpec) -> set[str]:
-        files = {str(file.resolve()) for each in spec.weighted for file in source_files(each, base)}
-        return files | {each.source for each in spec.weighted if each.path is None}
+    def read(spec: DataSpec) -> list[Path]:
+        return sorted({file.resolve() for each in spec.weighted for file in source_files(each, base)})
 
-    return min(read(training) & read(held_out), default=None)
+    trained_by_size: dict[int, list[Path]] = {}
+    for file in read(training):
+        trained_by_size.setdefault(file.stat().st_size, []).append(file)
+    for file in read(held_out):
+        alike = trained_by_size.get(file.stat().st_size, [])
+        if file in alike:
+            return str(file)
+        if original := next((each for each in alike if _contents(each) == _contents(file)), None):
+            return f"{file}, a copy of {original}"
+    whole = [{each.source for each in spec.weighted if each.path is None} for spec in (training, held_out)]
+    return min(set.intersection(*whole), default=None)
+
+
+def _contents(file: Path) -> str:
+    """A hash of a file, of a large one by samples as of tokens."""
+    return fingerprint(np.memmap(file, np.uint8, "r") if file.stat().st_size else np.empty(0, np.uint8))
 
 
 def _from_token_file(path: Path, spec: DataSpec, base: Path) -> _Tokens:

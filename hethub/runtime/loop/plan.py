@@ -207,7 +207,8 @@ def _decide(
 def _plan_file(job: Job, plan_path: Path | None, opened: OpenedFolder, cluster: ClusterSpec) -> Path | None:
     """The plan file to run, None where the job's strategy is to find the plan.
 
-    A resumed run keeps its plan, unless the job has moved to another cluster or batch since.
+    A run that goes on keeps its plan, unless the job has moved to another cluster or batch since; one that begins again has
+    trained nothing, so its model may be another by now, and its plan, or the file, of no use.
     """
     named, folder = plan_path or job.plan_path, opened.folder
     if not opened.goes_on or not folder.plan.exists():
@@ -215,6 +216,8 @@ def _plan_file(job: Job, plan_path: Path | None, opened: OpenedFolder, cluster: 
     try:
         saved = load_plan(folder.plan)
     except BadInput as error:
+        if not opened.resumes:
+            return named
         if is_program_plan(folder.plan):
             raise BadInput(
                 f"{folder.path}: the run here is of strategy hap, and no other plan takes its checkpoints. Go on with --set plan=hap, "
@@ -225,7 +228,8 @@ def _plan_file(job: Job, plan_path: Path | None, opened: OpenedFolder, cluster: 
         raise BadInput(
             f"{error} Restore the plan, name one with --plan, or delete it: one is then found anew."
         ) from None
-    return named or (folder.plan if is_kept(saved, saved.num_ranks, job, cluster) else None)
+    fits = opened.resumes or saved.job is None or saved.job.model == job.model
+    return named or (folder.plan if fits and is_kept(saved, saved.num_ranks, job, cluster) else None)
 
 
 def is_kept(saved: PlanSpec | ProgramPlanSpec, ranks: int, job: Job, cluster: ClusterSpec) -> bool:

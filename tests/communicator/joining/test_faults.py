@@ -365,3 +365,26 @@ def receive_after_abort(rank, store):
 def test_nothing_is_received_from_any_rank_of_a_group_given_up():
     for said in values(start_ranks(2, receive_after_abort, timeout_seconds=60, environment={"HETHUB_ISLANDS": "0|1"})):
         assert all(text.startswith("recv from any rank in group") for text in said)
+
+
+def meet_one_that_ends(rank, store, where, ending):
+    from hethub.communicator.groups import backend
+    from hethub.communicator.joining import rendezvous, watch
+
+    def end(*_, **more):
+        os._exit(9)
+
+    if rank == ending:
+        setattr({"agree_on_token": backend, "Hub": watch, "_leave": rendezvous}[where], where, end)
+    store.set_timeout(timedelta(seconds=5))
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=5))
+
+
+@pytest.mark.parametrize(("where", "ending"), [("agree_on_token", 0), ("Hub", 0), ("_leave", 1)])
+def test_a_rank_that_ends_while_the_ranks_meet_is_no_raw_error_of_the_store(where, ending):
+    """It was a DistNetworkError, or a DistStoreError with the names of keys."""
+    other = start_ranks(2, meet_one_that_ends, where, ending, timeout_seconds=60)[1 - ending]
+    kind, text = other.error
+    assert kind == "RunFailed"
+    assert text.startswith(f"rank {1 - ending} could not")
+    assert "keys" not in text

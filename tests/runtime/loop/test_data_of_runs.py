@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 
 from hethub.runtime.checkpoint.record import LoopState
 from hethub.runtime.data import Dataset, open_dataset
+from hethub.runtime.data.opening import overlap
 from hethub.runtime.loop.trainer import TrainingRank
 from hethub.spec.errors import BadInput
 from hethub.spec.job import DataSpec, TrainSpec
@@ -168,6 +170,19 @@ def test_an_evaluation_on_training_data_is_warned_of(tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended.stderr
     assert "warning: eval reads" in ended.stdout
     assert "text.txt, which is trained on too" in ended.stdout
+
+
+def test_an_evaluation_on_a_copy_of_training_data_is_warned_of(tmp_path: Path) -> None:
+    """It was known by its path alone; another file of the same size is none."""
+    (tmp_path / "texts").mkdir()
+    for name, number in (("a.txt", 1), ("b.txt", 2)):
+        (tmp_path / "texts" / name).write_text(f"the number {number} is trained on\n" * 100)
+    other = tmp_path / "other.txt"
+    other.write_text("the number 3 is trained on\n" * 100)
+    copy = Path(shutil.copy(tmp_path / "texts" / "b.txt", tmp_path / "copy.txt"))
+    trained, *held_out = (DataSpec(source="text", path=str(path)) for path in (tmp_path / "texts", copy, other))
+    assert overlap(trained, held_out[0], tmp_path) == f"{copy}, a copy of {tmp_path / 'texts' / 'b.txt'}"
+    assert overlap(trained, held_out[1], tmp_path) is None
 
 
 def count_encodings(rank: int) -> None:
