@@ -100,17 +100,20 @@ def _check_named(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec"
     check_given(options, by_itself=options.resume == AUTO, is_program=is_program_job(job, options.plan))
     if options.resume not in (None, AUTO) and not (folder := run_and_step(options.resume)[0]).is_dir():
         RunFolder(folder).check_resumable()
-    _check_plan(job, cluster, options.plan, options.profile)
+    _check_trainable(job, cluster, options.plan, options.profile)
 
 
-def _check_plan(job: "Job", cluster: "ClusterSpec | None", given: Path | None, profile: Path | None) -> None:
-    """Raises BadInput where plan or profile, given or the job's, are not there or are for another job."""
+def _check_trainable(job: "Job", cluster: "ClusterSpec | None", given: Path | None, profile: Path | None) -> None:
+    """Raises BadInput where hethub does not train the job's model, or plan or profile, given or the job's, are not there or
+    are for another job."""
     from hethub.predictor.cost.profile import profile_for
     from hethub.spec.job import load_plan_of
     from hethub.spec.layout.bind import bind_file
     from hethub.spec.program import load_program_plan
 
     file, is_program = given or job.plan_path, is_program_job(job, given)
+    if job.described is not None:
+        job.described.check_trained(job.path, in_program=is_program)
     if is_program:
         if file is not None:
             load_program_plan(file)
@@ -176,7 +179,7 @@ def _check_files(job: "Job") -> "Finding":
     from hethub.runtime.data.opening import check_files
     from hethub.runtime.doctor.machine import Finding
 
-    _check_plan(job, job.cluster, None, None)
+    _check_trainable(job, job.cluster, None, None)
     check_files(job.spec.data, job.base)
     if job.spec.eval is not None:
         check_files(job.spec.eval.data, job.base)
@@ -210,6 +213,8 @@ def _accept(options: argparse.Namespace) -> None:
     with one_voice_per_node(info):
         check_writable(options.out)
         job = _job(options, options.out)
+        if job is not None:
+            job.model.check_trained(job.path)
     if info.launcher == "alone":
         words = [*([] if job is None else [str(options.job)]), *(["--json"] if options.json else [])]
         words += [word for override in options.set for word in ("--set", override)]
@@ -265,6 +270,8 @@ def profile(options: argparse.Namespace) -> None:
     with one_voice_per_node(launch_info()):
         check_writable(options.out)
         job = _job(options, options.out)
+        if job is not None:
+            job.model.check_trained(job.path)  # it measures what hethub trains
     with counted("profiling") as progress:
         measured, speaks = profile_ranks(job, progress)
     if speaks:
