@@ -113,7 +113,7 @@ def _check_trainable(job: "Job", cluster: "ClusterSpec | None", given: Path | No
 
     file, is_program = given or job.plan_path, is_program_job(job, given)
     if job.described is not None:
-        job.described.check_trained(job.path, in_program=is_program)
+        job.described.check_trained(job.source, in_program=is_program)
     if is_program:
         if file is not None:
             load_program_plan(file)
@@ -214,7 +214,7 @@ def _accept(options: argparse.Namespace) -> None:
         check_writable(options.out)
         job = _job(options, options.out)
         if job is not None:
-            job.model.check_trained(job.path)
+            job.model.check_trained(job.source)
     if info.launcher == "alone":
         words = [*([] if job is None else [str(options.job)]), *(["--json"] if options.json else [])]
         words += [word for override in options.set for word in ("--set", override)]
@@ -271,7 +271,7 @@ def profile(options: argparse.Namespace) -> None:
         check_writable(options.out)
         job = _job(options, options.out)
         if job is not None:
-            job.model.check_trained(job.path)  # it measures what hethub trains
+            job.model.check_trained(job.source)  # it measures what hethub trains
     with counted("profiling") as progress:
         measured, speaks = profile_ranks(job, progress)
     if speaks:

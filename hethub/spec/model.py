@@ -1,12 +1,12 @@
 """Models: the shape of a transformer, read from our YAML or from a Hugging Face folder."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from hethub.spec.accelerator import Positive
 from hethub.spec.base import Spec
+from hethub.spec.documents import Source
 from hethub.spec.errors import BadInput, BrokenRule
 
 TRAINED = "llama"  # the family of which hethub has the code
@@ -69,8 +69,8 @@ class ModelSpec(Spec):
             raise BrokenRule(f"head_dim {self.head_size} is odd; RoPE turns pairs.", "head_dim")
         return self
 
-    def check_trained(self, job: Path, *, in_program: bool = False) -> None:
-        """Raises BadInput, which names the file of the job, where hethub has no code for the model's family;
+    def check_trained(self, job: Source, *, in_program: bool = False) -> None:
+        """Raises BadInput, which says where the job names the model, where hethub has no code for the model's family;
         `in_program`: for strategy hap, which takes other code too."""
         if self.family == TRAINED:
             return
@@ -79,7 +79,7 @@ class ModelSpec(Spec):
             if in_program
             else f"hethub plans and predicts it, but trains only {TRAINED}. Choose a model of that family."
         )
-        raise BadInput(f"{job}: model '{self.name}' is of family {self.family}; {said}")
+        raise BadInput(f"{job.at(('model',))} '{self.name}' is of family {self.family}; {said}")
 
     @property
     def num_kv_heads(self) -> int:

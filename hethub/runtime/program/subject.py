@@ -125,7 +125,7 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 def _described(job: Job, example: Batch, *, with_values: bool) -> Subject:
     model = job.model
-    model.check_trained(job.path, in_program=True)
+    model.check_trained(job.source, in_program=True)
     if model.sliding_window is not None:
         raise BadInput(
             f"{job.path}: model '{model.name}' has a sliding_window; the Llama of strategy 'hap' attends to all tokens before. Leave "

@@ -10,7 +10,7 @@ from tests.support.hosts.sockets import listening_addresses
 from tests.support.job_files import MODEL, plan, write_job, write_pair_job, write_yaml
 
 MANY_STEPS = {"steps": 100_000}
-GPT = "job.yaml: model 'tiny' is of family gpt; "
+GPT = "--set model=gpt.yaml: model 'tiny' is of family gpt; "
 
 
 @pytest.mark.slow
