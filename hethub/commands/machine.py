@@ -100,17 +100,20 @@ def _check_named(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec"
     check_given(options, by_itself=options.resume == AUTO, is_program=is_program_job(job, options.plan))
     if options.resume not in (None, AUTO) and not (folder := run_and_step(options.resume)[0]).is_dir():
         RunFolder(folder).check_resumable()
-    _check_plan(job, cluster, options.plan, options.profile)
+    _check_trainable(job, cluster, options.plan, options.profile)
 
 
-def _check_plan(job: "Job", cluster: "ClusterSpec | None", given: Path | None, profile: Path | None) -> None:
-    """Raises BadInput where plan or profile, given or the job's, are not there or are for another job."""
+def _check_trainable(job: "Job", cluster: "ClusterSpec | None", given: Path | None, profile: Path | None) -> None:
+    """Raises BadInput where hethub does not train the job's model, or plan or profile, given or the job's, are not there or
+    are for another job."""
     from hethub.predictor.cost.profile import profile_for
     from hethub.spec.job import load_plan_of
     from hethub.spec.layout.bind import bind_file
     from hethub.spec.program import load_program_plan
 
     file, is_program = given or job.plan_path, is_program_job(job, given)
+    if job.described is not None:
+        job.described.check_trained(job.source, in_program=is_program)
     if is_program:
         if file is not None:
             load_program_plan(file)
@@ -176,7 +179,7 @@ def _check_files(job: "Job") -> "Finding":
     from hethub.runtime.data.opening import check_files
     from hethub.runtime.doctor.machine import Finding
 
-    _check_plan(job, job.cluster, None, None)
+    _check_trainable(job, job.cluster, None, None)
     check_files(job.spec.data, job.base)
     if job.spec.eval is not None:
         check_files(job.spec.eval.data, job.base)
@@ -210,6 +213,8 @@ def _accept(options: argparse.Namespace) -> None:
     with one_voice_per_node(info):
         check_writable(options.out)
         job = _job(options, options.out)
+        if job is not None:
+            job.model.check_trained(job.source)
     if info.launcher == "alone":
         words = [*([] if job is None else [str(options.job)]), *(["--json"] if options.json else [])]
         words += [word for override in options.set for word in ("--set", override)]
@@ -243,7 +248,7 @@ def _add_profile(commands: Any) -> None:
         "profile",
         profile,
         "Measures the accelerators it is started on, and under a launcher the links between them.",
-        "mpirun -n 4 --oversubscribe hethub profile configs/jobs/laptop-mixed.yaml --out profile.json",
+        "mpirun -n 4 --oversubscribe --bind-to none hethub profile configs/jobs/laptop-mixed.yaml --out profile.json",
     )
     add_job_if_any(parser, "measure this job's model (default: a layer of usual size)")
     text = "measure nothing; put the profiles of several nodes together (of equal points the slower counts)"
@@ -265,6 +270,8 @@ def profile(options: argparse.Namespace) -> None:
     with one_voice_per_node(launch_info()):
         check_writable(options.out)
         job = _job(options, options.out)
+        if job is not None:
+            job.model.check_trained(job.source)  # it measures what hethub trains
     with counted("profiling") as progress:
         measured, speaks = profile_ranks(job, progress)
     if speaks:
@@ -289,7 +296,7 @@ def _add_bench(commands: Any) -> None:
         "bench",
         bench,
         "Times communication between the ranks it is started on: bridged, native and flat.",
-        'HETHUB_ISLANDS="0,1|2,3" mpirun -n 4 --oversubscribe hethub bench comm --sizes 4096,1048576',
+        'HETHUB_ISLANDS="0,1|2,3" mpirun -n 4 --oversubscribe --bind-to none hethub bench comm --sizes 4096',
     )
     parser.add_argument("what", choices=("comm",), help="all-reduce, all-gather, reduce-scatter and messages")
     text = "take this job's cluster (islands, network) and communicator (relay, wire, lanes, timeout)"

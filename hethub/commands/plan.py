@@ -101,7 +101,7 @@ def plan(options: argparse.Namespace) -> None:
         return plan_program_job(options, job)
     cluster, profile = known_cluster(job), measured_for(options, job)
     software = hethub_software(job.spec.train.compile)
-    with asked_by(job.path):
+    with asked_by(job.path, job.source.place):
         result = make_plan(
             job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy,
             top=options.top, explain=options.explain, profile=profile, software=software,
@@ -242,7 +242,7 @@ def _chosen(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec", pro
     if file is None:
         from hethub.planner import plan as make_plan
 
-        with asked_by(job.path):
+        with asked_by(job.path, job.source.place):
             result = make_plan(
                 *question, strategy=job.spec.plan, profile=profile, software=software, processes=processors()
             )
@@ -256,7 +256,7 @@ def _chosen(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec", pro
     from hethub.planner.problem.pose import pose
 
     batch = Batch(*job.spec.train.batch)
-    with asked_by(job.path):
+    with asked_by(job.path, job.source.place):
         problem = pose(job.model, cluster, batch, job.spec.constraints, profile, software)
     alone = homogeneous_parts(problem, processors())
     return _Chosen("plan file", plan, alone or (), makers_alone_tokens_per_second(alone))

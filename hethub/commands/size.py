@@ -92,7 +92,10 @@ def size(options: argparse.Namespace) -> None:
     if options.add:
         return _add(options, catalogue, evaluate, have)
     question = Question(catalogue=catalogue, tokens=tokens, have=have, deadline_days=deadline, budget=budget)
-    with asked_by(job.path), nullcontext() if options.json else counted("sizing", only_on_terminal=True) as progress:
+    with (
+        asked_by(job.path, job.source.place),
+        nullcontext() if options.json else counted("sizing", only_on_terminal=True) as progress,
+    ):
         found = look(question, evaluate, progress=progress)
     if options.out is not None:
         write_sizing(found, question, options.out)

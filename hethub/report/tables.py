@@ -16,7 +16,7 @@ from hethub.report.explanation import print_alone, print_explanation
 from hethub.runtime.console import make_console, make_table
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.model import ModelSpec
+from hethub.spec.model import TRAINED, ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec
 from hethub.spec.ranges import show_ranks
 
@@ -56,7 +56,7 @@ def print_plan(
     _print_written(written, console)
 
 
-TRAINS_ON, TRAINS = ("nvidia", "amd", "cpu"), "llama"
+TRAINS_ON = ("nvidia", "amd", "cpu")
 
 
 def not_trained(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> list[str]:
@@ -69,7 +69,7 @@ def not_trained(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> list[
         found.append(
             f"hethub starts unused ranks too, and none on {', '.join(started)} (leave these nodes out of the cluster file)"
         )
-    return found + ([f"hethub trains family {TRAINS} alone, not {model.family}"] if model.family != TRAINS else [])
+    return found + ([f"hethub trains family {TRAINED} alone, not {model.family}"] if model.family != TRAINED else [])
 
 
 def makers_not_started(cluster: ClusterSpec, ranks: Iterable[int]) -> list[str]:

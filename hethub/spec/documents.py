@@ -42,13 +42,16 @@ class Source:
         self._lines: dict[KeyPath, int | str] = dict(lines or {})
 
     def at(self, path: KeyPath) -> str:
-        """`file, line N: key.path` with the line of the innermost key of `path` that is written there, where one is, and
-        what set a part of it; or what set it in the file's place."""
+        """`file, line N: key.path`, as `place` says."""
+        return f"{self.place(path)}: {dotted(path)}" if path else self.place(path)
+
+    def place(self, path: KeyPath) -> str:
+        """`file, line N` with the line of the innermost key of `path` that is written there, where one is, and what set a
+        part of it; or what set it in the file's place."""
         line = next((self._lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self._lines), None)
         inside = [by for key, by in self._lines.items() if isinstance(by, str) and path == key[: len(path)] != key]
         place = line if isinstance(line, str) else self.name if line is None else f"{self.name}, line {line}"
-        place = ", with ".join((place, *inside))
-        return f"{place}: {dotted(path)}" if path else place
+        return ", with ".join((place, *inside))
 
     def was_set(self, path: KeyPath, by: str) -> None:
         """What stands at `path` is no longer the file's: `by` has set it."""

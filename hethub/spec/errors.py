@@ -1,6 +1,6 @@
 """The two ways a command ends badly, and nothing between them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,15 +13,23 @@ class BadInput(ValueError):
 
     agreed = False  # raised on every rank of a job at the same point
     quiet = False  # another rank prints it
+    key: tuple[str | int, ...] = ()  # that the message begins with, of a file which who raises it does not know
+
+    @classmethod
+    def about(cls, message: str, *key: str | int) -> "BadInput":
+        error = cls(message)
+        error.key = key
+        return error
 
 
 @contextmanager
-def asked_by(path: Path) -> Iterator[None]:
-    """BadInput about a question names the file that asks it: who answers knows none."""
+def asked_by(path: Path, place: Callable[[tuple[str | int, ...]], str] | None = None) -> Iterator[None]:
+    """BadInput about a question names the file that asks it, which who answers does not know; and where in it the key at
+    fault stands, where `place` says that."""
     try:
         yield
     except BadInput as error:
-        raise BadInput(f"{path}: {error}") from None
+        raise BadInput(f"{place(error.key) if place is not None and error.key else path}: {error}") from None
 
 
 class BrokenRule(ValueError):

@@ -1,7 +1,7 @@
 """Jobs: what to train, on what, how; and the loading of everything a job file names."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -9,10 +9,10 @@ from pydantic import Field, WithJsonSchema, field_validator, model_serializer, m
 
 from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Spec, build, describe
-from hethub.spec.cluster import ClusterSpec, NonNegative, load_cluster
+from hethub.spec.cluster import ClusterSpec, NonNegative
 from hethub.spec.documents import Source, read_yaml, set_key
 from hethub.spec.errors import BadInput, BrokenRule, suggest
-from hethub.spec.lookup import load_model
+from hethub.spec.lookup import load_cluster_of, load_model_of
 from hethub.spec.model import Count, ModelSpec
 from hethub.spec.plan import PlannedFor, PlanSpec, Samples, ScheduleName, load_plan
 
@@ -58,8 +58,7 @@ class SourceSpec(Spec):
 class WeightedSourceSpec(SourceSpec):
     """A source among others, and its share of the samples beside theirs."""
 
-    # The source's share of the samples beside the others' weights; only ratios count.
-    weight: float = 1.0
+    weight: float = 1.0  # The source's share of the samples beside the others' weights; only ratios count.
 
     @field_validator("weight")
     @classmethod
@@ -102,8 +101,8 @@ class DataSpec(SourceSpec):
     @model_serializer(mode="wrap")
     def _without_defaults_beside_sources(self, dump: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         """What can be read again: the default source stands beside no others."""
-        data = dump(self)
-        return {key: value for key, value in data.items() if self.sources is None or key not in SourceSpec.model_fields}
+        own = {} if self.sources is None else SourceSpec.model_fields
+        return {key: value for key, value in dump(self).items() if key not in own}
 
     @property
     def weighted(self) -> tuple[WeightedSourceSpec, ...]:
@@ -280,14 +279,15 @@ class Job:
     described: ModelSpec | None  # None: the model is Python's own
     cluster: ClusterSpec | None
     path: Path
+    source: Source = field(compare=False, repr=False)
 
     @property
     def model(self) -> ModelSpec:
         """The model's description. Raises BadInput for a model of Python, which only its own code describes."""
         if self.described is None:
             raise BadInput(
-                f"{self.path}: model {self.spec.model} is Python, which only strategy 'hap' can cut: `hethub plan`, `predict` and "
-                "`train` take it with plan: hap. Set that where it is missing; for anything else name a model file."
+                f"{self.source.at(('model',))} {self.spec.model} is Python, which only strategy 'hap' can cut: `hethub plan`, "
+                "`predict` and `train` take it with plan: hap. Set that where it is missing; for anything else name a model file."
             )
         return self.described
 
@@ -313,8 +313,8 @@ class Job:
 
     def planned_for(self, model: ModelSpec, cluster: ClusterSpec) -> PlannedFor:
         """What the file of a plan that is made under this job says."""
-        reserve, compiles = self.spec.constraints.reserve, self.spec.train.compile
-        return PlannedFor(model=model, cluster=cluster, reserve=reserve, compile=compiles)
+        train, reserve = self.spec.train, self.spec.constraints.reserve
+        return PlannedFor(model=model, cluster=cluster, reserve=reserve, compile=train.compile)
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -324,7 +324,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     for override in overrides:
         set_key(override, data, source)
     spec = _with_tokenizers(build(JobSpec, data, source, "job file"), path.parent, source)
-    model = None if spec.model.startswith(PYTHON) else load_model(spec.model, path.parent)
+    model = None if spec.model.startswith(PYTHON) else load_model_of(spec.model, path.parent, source)
     if model is not None and spec.train.seq_len > model.max_seq_len:
         raise BadInput(
             f"{source.at(('train', 'seq_len'))} is {spec.train.seq_len}, but model '{model.name}' takes at most "
@@ -335,9 +335,9 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
             f"{source.at(('log', 'profile_steps'))} is {list(traced)}, but train.steps is {spec.train.steps}, so nothing would be "
             "traced; name steps that are trained, or remove it."
         )
-    cluster = None if spec.cluster == "detect" else load_cluster(path.parent / spec.cluster)
+    cluster = load_cluster_of(spec.cluster, path.parent, source)
     _check_emulation(spec, cluster, source)
-    return Job(spec=spec, described=model, cluster=cluster, path=path)
+    return Job(spec=spec, described=model, cluster=cluster, path=path, source=source)
 
 
 def _with_tokenizers(spec: JobSpec, base: Path, source: Source) -> JobSpec:
@@ -386,8 +386,7 @@ def load_plan_of(job: Job, path: Path) -> PlanSpec:
         planned, wanted = getattr(plan, key), getattr(job.spec.train, key)
         if planned != wanted:
             raise BadInput(
-                f"{path}: the plan was made for {key} {planned}, but the job's train.{key} is {wanted}; plan again, or set "
-                "one to the other's value."
+                f"{path}: the plan was made for {key} {planned}, but {job.source.at(('train', key))} is {wanted}; plan again or change it."
             )
     return plan
 
@@ -396,5 +395,6 @@ def check_plan_path(job: Job) -> None:
     """Raises BadInput where what a job names as its plan is neither a strategy nor a file."""
     if job.plan_path is not None and (job.plan_path.is_dir() or not job.plan_path.exists()):
         raise BadInput(
-            f"{job.plan_path}: there is no such plan file, and '{job.spec.plan}' is no strategy; {suggest(job.spec.plan, STRATEGIES)}"
+            f"{job.source.at(('plan',))}: {job.plan_path}: there is no such plan file, and '{job.spec.plan}' is no strategy; "
+            + suggest(job.spec.plan, STRATEGIES)
         )

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hethub.spec.base import SpecT, build, load
-from hethub.spec.documents import read_yaml
+from hethub.spec.cluster import ClusterSpec, load_cluster
+from hethub.spec.documents import Source, read_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.hugging_face import from_hugging_face
 from hethub.spec.model import ModelSpec
@@ -15,6 +16,40 @@ def load_model(reference: str, base: Path) -> ModelSpec:
     if reference.startswith("hf:"):
         return from_hugging_face(base / reference[3:])
     return load(ModelSpec, base / reference, "model file")
+
+
+def load_model_of(reference: str, base: Path, source: Source) -> ModelSpec:
+    """As `load_model`; where the file is not there, the BadInput says where `source`, the job's, names it."""
+    if not reference.startswith("hf:") and ((file := base / reference).is_dir() or _is_missing(file)):
+        what = "this is a folder, not a model file" if file.is_dir() else "there is no such model file"
+        raise BadInput(
+            f"{source.at(('model',))}: {file}: {what}. Check the path, which is relative to the job file; a folder with a Hugging "
+            "Face model is named hf:FOLDER."
+        )
+    return load_model(reference, base)
+
+
+def load_cluster_of(reference: str, base: Path, source: Source) -> ClusterSpec | None:
+    """The cluster that a job names: a YAML file relative to `base`, None for `detect`. Raises BadInput, as `load_model_of`."""
+    if reference == "detect":
+        return None
+    if _is_missing(file := base / reference):
+        raise BadInput(
+            f"{source.at(('cluster',))}: {file}: there is no such cluster file. Check the path, which is relative to the job file; "
+            "`detect` takes what the ranks find."
+        )
+    return load_cluster(file)
+
+
+def _is_missing(file: Path) -> bool:
+    """Whether there is no such file, as far as this user may look."""
+    try:
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:  # it may be there
+        pass
+    return False
 
 
 def find_named(cls: type[SpecT], kind: str, name: str, plan_path: Path) -> SpecT:

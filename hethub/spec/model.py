@@ -6,8 +6,10 @@ from pydantic import Field, model_validator
 
 from hethub.spec.accelerator import Positive
 from hethub.spec.base import Spec
-from hethub.spec.errors import BrokenRule
+from hethub.spec.documents import Source
+from hethub.spec.errors import BadInput, BrokenRule
 
+TRAINED = "llama"  # the family of which hethub has the code
 Count = Annotated[int, Field(ge=1)]
 # Of a model's shape: a hundred times what has been built; beyond it a figure is a slip, and degrees are tried one by
 # one.
@@ -66,6 +68,18 @@ class ModelSpec(Spec):
         if self.family == "llama" and self.head_size % 2:
             raise BrokenRule(f"head_dim {self.head_size} is odd; RoPE turns pairs.", "head_dim")
         return self
+
+    def check_trained(self, job: Source, *, in_program: bool = False) -> None:
+        """Raises BadInput, which says where the job names the model, where hethub has no code for the model's family;
+        `in_program`: for strategy hap, which takes other code too."""
+        if self.family == TRAINED:
+            return
+        said = (
+            f"strategy 'hap' knows the code of {TRAINED} only. Give other models as python:package.module:factory."
+            if in_program
+            else f"hethub plans and predicts it, but trains only {TRAINED}. Choose a model of that family."
+        )
+        raise BadInput(f"{job.at(('model',))} '{self.name}' is of family {self.family}; {said}")
 
     @property
     def num_kv_heads(self) -> int:

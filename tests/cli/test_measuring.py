@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hethub.cli import run
 from tests.support.command import check_refused, one, ranks
 from tests.support.job_files import ALONE, plan, write_job
 
@@ -72,6 +73,20 @@ def test_bench_takes_the_jobs_relay_and_wire(tmp_path: Path) -> None:
 )
 def test_what_every_rank_finds_wrong_is_said_once(command: str, said: str, tmp_path: Path) -> None:
     check_refused(ranks(2, *command.split(), cwd=tmp_path), said)
+
+
+@pytest.mark.parametrize("command", ["profile", "doctor", "doctor --acceptance"])
+def test_the_layers_of_a_model_that_hethub_does_not_train_are_not_measured(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were those of a Llama of its shape, under the model's name; `doctor` called the job ok."""
+    monkeypatch.chdir(tmp_path)
+    write_job(tmp_path, model={"family": "gpt"}, cluster_name="detect")
+    assert run([*command.split(), "job.yaml", "--set", "plan=auto"]) == 2
+    told = capsys.readouterr()
+    assert "model 'tiny' is of family gpt; hethub plans and predicts it, but trains only llama" in told.err
+    assert told.out == ""
+    assert not (tmp_path / "profile.json").exists()
 
 
 def test_sizes_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -77,9 +77,9 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], int, dict[str, Any], str]] = {
         [node(), AMD],
         16,
         {"schedule": "zero_bubble", "recompute": "full"},
-        "/job.yaml: constraints.schedule: zero_bubble contradicts recompute: full",
+        "/job.yaml, line 4: constraints.schedule: zero_bubble contradicts recompute: full",
     ),
-    "a precision with its file": ([node("t", "T4")], 16, {}, "/job.yaml: train.precision bf16: accelerator T4"),
+    "a precision with its file": ([node("t", "T4")], 16, {}, "/job.yaml, line 6: train.precision bf16: accelerator T4"),
     "an unknown constraint": (
         [node(), AMD],
         16,

@@ -101,9 +101,20 @@ def test_a_file_that_may_not_be_written_is_refused_before_the_work(tmp_path, cap
 def test_a_plan_that_is_neither_strategy_nor_file_is_not_ignored(command, tmp_path, capsys):
     tokens = ["--tokens", "1B"] if command == "size" else []
     paragraph = refused(capsys, command, write_job(tmp_path), "--set", "plan=hethbu", *tokens)
+    assert paragraph.startswith("hethub: --set plan=hethbu: plan: ")
     assert "'hethbu' is no strategy" in paragraph
     assert "did you mean 'hethub'?" in paragraph
     assert "'' is no strategy" in refused(capsys, command, write_job(tmp_path), "--set", "plan=''", *tokens)
+
+
+@pytest.mark.parametrize("command", ["plan", "predict"])
+def test_a_constraint_that_cannot_be_kept_is_found_where_it_was_given(command, tmp_path, capsys):
+    job = write_job(tmp_path, plan="auto", constraints={"tp": 64})
+    line = job.read_text().splitlines().index("  tp: 64") + 1
+    assert refused(capsys, command, job).startswith(f"hethub: {job}, line {line}: constraints.tp: 64 contradicts ")
+    given = ["--set", "constraints.forbid=[[amd,intel]]"]
+    said = refused(capsys, command, job, *given)
+    assert said.startswith(f"hethub: --set {given[1]}: constraints.forbid names 'intel'")
 
 
 def test_an_empty_strategy_is_none(tmp_path, capsys):

@@ -139,8 +139,12 @@ def test_a_wrong_override_is_named(folder: Path, override: str, expected: str) -
         ({"constraints": {"reserve": 1.5}}, "constraints.reserve is 1.5"),
         ({"lora": {"rank": 16}}, r"line 3: lora is {'rank': 16}, but hethub has nothing of the kind; leave it out"),
         ({"lora": False}, "lora is false, but hethub has nothing of the kind"),
-        ({"model": "nowhere.yaml"}, r"nowhere\.yaml: there is no such model file"),
-        ({"cluster": "nowhere.yaml"}, r"nowhere\.yaml: there is no such cluster file"),
+        (
+            {"model": "nowhere.yaml"},
+            r"job\.yaml, line 1: model: .*nowhere\.yaml: there is no such model file.* hf:FOLDER",
+        ),
+        ({"model": "."}, r"job\.yaml, line 1: model: .*: this is a folder, not a model file.* hf:FOLDER"),
+        ({"cluster": "nowhere.yaml"}, r"job\.yaml, line 1: cluster: .*nowhere\.yaml: there is no such cluster file"),
     ],
 )
 def test_a_wrong_job_is_refused(folder: Path, more: dict[str, Any], expected: str) -> None:

@@ -53,10 +53,11 @@ def _check_precision(problem: Problem) -> None:
             able = [
                 p for p in ("bf16", "fp16", "fp32") if all(k.accelerator.peak_flops(p) for k in problem.device_types)
             ]
-            raise BadInput(
+            raise BadInput.about(
                 f"train.precision {precision}: accelerator {device_type.accelerator.name} (node '{node}') does not compute in it. All of "
-                f"cluster '{problem.cluster.name}' compute in {', '.join(able)}; choose one of these, or leave that node out."
-            )
+                f"cluster '{problem.cluster.name}' compute in {', '.join(able)}; choose one of these, or leave that node out.",
+                "train", "precision",
+            )  # fmt: skip
 
 
 Contradiction = tuple[str, str]  # two things of which no plan can keep both
@@ -68,7 +69,8 @@ def _check_constraints(problem: Problem) -> None:
     _check_forbidden_names(problem)
     for checks in (_of_degrees, _of_products, _of_batches, _of_modes):
         for one, other in checks(problem):
-            raise BadInput(f"constraints.{one} contradicts {other}; change one of them.")
+            name = one.partition(":")[0]
+            raise BadInput.about(f"constraints.{one} contradicts {other}; change one of them.", "constraints", name)
 
 
 def _check_forbidden_names(problem: Problem) -> None:
@@ -76,10 +78,11 @@ def _check_forbidden_names(problem: Problem) -> None:
     known = list(dict.fromkeys([*(device.name for device in devices), *(device.vendor for device in devices)]))
     for name in (name for pair in problem.constraints.forbid for name in pair):
         if name not in known:
-            raise BadInput(
+            raise BadInput.about(
                 f"constraints.forbid names '{name}', which is neither an accelerator nor a vendor of cluster "
-                f"'{problem.cluster.name}'; {suggest(name, known)}"
-            )
+                f"'{problem.cluster.name}'; {suggest(name, known)}",
+                "constraints", "forbid",
+            )  # fmt: skip
 
 
 def _of_degrees(problem: Problem) -> Iterator[Contradiction]:

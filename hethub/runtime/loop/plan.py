@@ -179,7 +179,7 @@ def _decide(
         from hethub.planner import plan as make_plan  # only rank 0 plans, so only it loads the search
 
         strategy = job.spec.plan
-        with asked_by(job.path):
+        with asked_by(job.path, job.source.place):
             result = make_plan(
                 job.model,
                 cluster,

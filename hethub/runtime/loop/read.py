@@ -64,11 +64,7 @@ def check_job(job: Job | BadInput, info: LaunchInfo) -> tuple[Job, Device]:
     """The job and this rank's device for it. Raises BadInput, the one kept by `read_job` first."""
     if isinstance(job, BadInput):
         raise job
-    if job.model.family != "llama":
-        raise BadInput(
-            f"{job.path}: model '{job.model.name}' is of family {job.model.family}; hethub plans and predicts it, but trains "
-            "only llama. Choose a model of that family."
-        )
+    job.model.check_trained(job.source)
     device = open_device(job.cluster, info)
     train = job.spec.train
     if not device.supports(DTYPES[train.precision]):

@@ -31,13 +31,13 @@ def check_plannable(job: Job) -> None:
     """Raises BadInput where the job asks for what no program can have."""
     if job.factory is not None and job.spec.plan in STRATEGIES and job.spec.plan not in ("auto", "hap"):
         raise BadInput(
-            f"{job.path}: plan is {job.spec.plan}, which cuts hethub's own Llama into layers; a model of Python takes plan: hap."
+            f"{job.source.at(('plan',))} is {job.spec.plan}, which cuts hethub's own Llama into layers; a model of Python takes plan: hap."
         )
     asked = job.spec.constraints.model_fields_set - KEPT
     for name in ConstraintsSpec.model_fields:
         if name in asked and getattr(job.spec.constraints, name):
             raise BadInput(
-                f"{job.path}: constraints.{name} is for plans of layers; strategy 'hap' knows {', '.join(sorted(KEPT))}. Remove it."
+                f"{job.source.at(('constraints', name))} is for plans of layers; strategy 'hap' knows {', '.join(sorted(KEPT))}. Remove it."
             )
     spec = job.spec
     wanted = {
@@ -49,7 +49,8 @@ def check_plannable(job: Job) -> None:
     }
     for name, given in wanted.items():
         if given:
-            raise BadInput(f"{job.path}: {name} is for plans of layers and not taken by strategy 'hap'; remove it.")
+            place = job.source.at(tuple(name.split(".")))
+            raise BadInput(f"{place} is for plans of layers and not taken by strategy 'hap'; remove it.")
 
 
 def trace_job(job: Job, subject: Subject) -> Graph:
@@ -70,7 +71,7 @@ def plan_program(
     began, limits = time.perf_counter(), job.spec.constraints
     options = Search(time_limit_seconds=limits.time_limit_seconds or Search().time_limit_seconds)
     model = pose(graph, cluster)
-    with asked_by(job.path):
+    with asked_by(job.path, job.source.place):
         program = plan_model(model, options, reserve=limits.reserve)
     searched = time.perf_counter() - began
     train = job.spec.train

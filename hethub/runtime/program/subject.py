@@ -125,11 +125,7 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 def _described(job: Job, example: Batch, *, with_values: bool) -> Subject:
     model = job.model
-    if model.family != "llama":
-        raise BadInput(
-            f"{job.path}: model '{model.name}' is of family {model.family}; strategy 'hap' knows the code of llama only. Give "
-            "other models as python:package.module:factory."
-        )
+    model.check_trained(job.source, in_program=True)
     if model.sliding_window is not None:
         raise BadInput(
             f"{job.path}: model '{model.name}' has a sliding_window; the Llama of strategy 'hap' attends to all tokens before. Leave "

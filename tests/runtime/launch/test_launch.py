@@ -10,6 +10,7 @@ from tests.support.hosts.sockets import listening_addresses
 from tests.support.job_files import MODEL, plan, write_job, write_pair_job, write_yaml
 
 MANY_STEPS = {"steps": 100_000}
+GPT = "--set model=gpt.yaml: model 'tiny' is of family gpt; "
 
 
 @pytest.mark.slow
@@ -60,6 +61,14 @@ def test_launch_hands_on_what_was_asked(tmp_path):
             ["--resume", "a", "--run-dir", "b"],
             "--resume names the run folder already, in which the run goes on; leave out --run-dir",
         ),
+        (
+            ["--set", "model=gpt.yaml"],
+            GPT + "hethub plans and predicts it, but trains only llama. Choose a model of that family.",
+        ),
+        (
+            ["--set", "model=gpt.yaml", "--set", "plan=hap"],
+            GPT + "strategy 'hap' knows the code of llama only. Give other models",
+        ),
     ],
 )
 def test_what_a_job_cannot_run_is_refused_before_it_is_launched(given, said, tmp_path, monkeypatch, capsys):
@@ -72,6 +81,7 @@ def test_what_a_job_cannot_run_is_refused_before_it_is_launched(given, said, tmp
     gaudi = {"name": "g", "accelerator": "Gaudi2", "accelerators": 8}
     write_yaml(tmp_path / "gaudi.yaml", {"name": "gaudi", "nodes": [{**nodes[0], "hosts": ["a", "b"]}, gaudi]})
     write_yaml(tmp_path / "many.yaml", {"name": "many", "nodes": nodes})
+    write_yaml(tmp_path / "gpt.yaml", {**MODEL, "family": "gpt"})
     assert run(["launch", "job.yaml", "--dry-run", *given]) == 2
     told = capsys.readouterr()
     assert said in told.err

@@ -104,7 +104,8 @@ def test_a_resumed_run_keeps_no_plan_of_other_accelerators(tmp_path):
 def test_a_plan_for_other_training_settings_is_refused(job, tmp_path):
     path = write_yaml(tmp_path / "other.yaml", plan(precision="bf16"))
     with pytest.raises(
-        BadInput, match=r"other\.yaml: the plan was made for precision bf16, but the job's train\.precision is fp32"
+        BadInput,
+        match=r"other\.yaml: the plan was made for precision bf16, but .*job\.yaml, line \d+: train\.precision is fp32",
     ):
         load_plan_of(job, path)
 

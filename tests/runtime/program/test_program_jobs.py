@@ -336,8 +336,11 @@ def test_a_module_that_is_not_there_and_other_strategies_are_refused(
     for change, word in (
         ("model=python:no.such_module:make", "no module 'no'"),
         ("model=python:net", "package.module:factory"),
-        ("plan=zorse", "takes plan: hap"),
-        ("constraints.tp=2", "constraints.tp"),
+        (
+            "plan=zorse",
+            "--set plan=zorse: plan is zorse, which cuts hethub's own Llama into layers; a model of Python takes plan: hap",
+        ),
+        ("constraints.tp=2", "--set constraints.tp=2: constraints.tp is for plans of layers"),
         ("replan=auto", "replan is for plans of layers"),
         ("train.compile=true", "train.compile is for plans of layers"),
     ):
