@@ -248,7 +248,7 @@ def _add_profile(commands: Any) -> None:
         "profile",
         profile,
         "Measures the accelerators it is started on, and under a launcher the links between them.",
-        "mpirun -n 4 --oversubscribe hethub profile configs/jobs/laptop-mixed.yaml --out profile.json",
+        "mpirun -n 4 --oversubscribe --bind-to none hethub profile configs/jobs/laptop-mixed.yaml --out profile.json",
     )
     add_job_if_any(parser, "measure this job's model (default: a layer of usual size)")
     text = "measure nothing; put the profiles of several nodes together (of equal points the slower counts)"
@@ -296,7 +296,7 @@ def _add_bench(commands: Any) -> None:
         "bench",
         bench,
         "Times communication between the ranks it is started on: bridged, native and flat.",
-        'HETHUB_ISLANDS="0,1|2,3" mpirun -n 4 --oversubscribe hethub bench comm --sizes 4096,1048576',
+        'HETHUB_ISLANDS="0,1|2,3" mpirun -n 4 --oversubscribe --bind-to none hethub bench comm --sizes 4096',
     )
     parser.add_argument("what", choices=("comm",), help="all-reduce, all-gather, reduce-scatter and messages")
     text = "take this job's cluster (islands, network) and communicator (relay, wire, lanes, timeout)"

@@ -26,7 +26,7 @@ rope_theta: 500000.0
 LAPTOP_JOB = """# A small Llama over two emulated vendors on this machine.
 #   hethub plan job.yaml       what it would take, without running anything
 #   hethub launch job.yaml     train it on the {ranks} ranks of cluster.yaml; Ctrl-C saves, and says how to go on
-# The same by hand: mpirun -n {ranks} --oversubscribe hethub train job.yaml
+# The same by hand: mpirun -n {ranks} --oversubscribe --bind-to none --continuous hethub train job.yaml
 #               or: torchrun --nproc-per-node {ranks} -m hethub train job.yaml
 model: model.yaml
 cluster: cluster.yaml

@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
         "train",
         run,
         "Trains the job on the ranks that the launcher started.",
-        "mpirun -n 4 --oversubscribe hethub train configs/jobs/laptop-mixed.yaml",
+        "mpirun -n 4 --oversubscribe --bind-to none --continuous hethub train configs/jobs/laptop-mixed.yaml",
     )
     add_job(parser)
     add_run(parser)
