@@ -32,8 +32,11 @@ class _Help(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if not text.startswith(_EXAMPLE):
             return super()._fill_text(text, width, indent)
-        lines = textwrap.wrap(text, width - 2, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-        return " \\\n".join(lines)
+        whole = text.replace("hethub ", "hethub\0")  # a command's two words stay on one line
+        lines = textwrap.wrap(
+            whole, width - 2, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
+        return " \\\n".join(lines).replace("\0", " ")
 
 
 def command(
