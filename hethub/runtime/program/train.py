@@ -223,7 +223,8 @@ def _plan(
         folder, goes_on, resumes, behind, notes = claim()
         reserve = opened.job.spec.constraints.reserve
         made_for = ProgramFor(cluster=cluster, reserve=reserve, items=opened.subject.items)
-        plan = _chosen(opened, cluster, plan_path, folder, resumes=goes_on, accept_changes=accept_changes)
+        may_change = accept_changes or not resumes  # one that begins again has trained nothing
+        plan = _chosen(opened, cluster, plan_path, folder, goes_on=goes_on, may_change=may_change)
         plan = plan.replace(cluster=cluster.name, job=made_for)
         return {
             "plan": plan.model_dump(mode="json", by_alias=True),
@@ -243,19 +244,19 @@ def _plan(
 
 
 def _chosen(
-    opened: _Opened, cluster: ClusterSpec, plan_path: Path | None, folder: RunFolder, *, resumes: bool,
-    accept_changes: bool,
+    opened: _Opened, cluster: ClusterSpec, plan_path: Path | None, folder: RunFolder, *, goes_on: bool,
+    may_change: bool,
 ) -> ProgramPlanSpec:  # fmt: skip
-    """The plan file that the command or the job names; that of a resumed run, unless its cluster or batch has changed, or,
-    where that is accepted, its code; else a new one."""
+    """The plan file that the command or the job names; that of a run that goes on, unless its cluster or batch has changed,
+    or, where it may, its code; else a new one."""
     job = opened.job
     file = plan_path or job.plan_path
-    if file is None and resumes and is_program_plan(folder.plan):
+    if file is None and goes_on and is_program_plan(folder.plan):
         saved = load_program_plan(folder.plan)
         if is_kept(saved, saved.program.ranks, job, cluster):
             if saved.program.fingerprint == fingerprint(opened.graph):
                 return saved
-            if not accept_changes:
+            if not may_change:
                 raise BadInput(
                     f"{job.path}: model {job.spec.model} is computed otherwise than when the run in {folder.path} began: its code has"
                     " changed, or torch has. Set it back, or add --accept-changes to go on under a new program."

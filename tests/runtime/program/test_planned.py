@@ -98,3 +98,16 @@ def test_a_run_whose_code_has_changed_goes_on_where_that_is_accepted(tmp_path: P
     train(2, *given[1:], "--accept-changes", cwd=tmp_path)
     assert losses(tmp_path / "run")[:2] == whole[:2]
     assert losses(tmp_path / "run")[2] != whole[2]
+
+
+def test_a_run_cut_off_before_its_first_checkpoint_begins_again_with_the_code_of_now(tmp_path: Path) -> None:
+    job = write_program_job(tmp_path / "job", "make", size=2)
+    train(2, job, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    whole = losses(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "owner.json").write_text("{}")  # as it is left where all ranks are killed
+    (code,) = job.parent.glob("own_*/net.py")
+    code.write_text(code.read_text().replace("nn.GELU()", "nn.Tanh()"))
+    train(2, job, "--resume", tmp_path / "run", cwd=tmp_path)
+    assert len(losses(tmp_path / "run")) == len(whole)
+    assert losses(tmp_path / "run")[0] != whole[0]
