@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from hethub.planner.evaluate.processes import at_once
 from hethub.planner.problem.problem import Problem
-from hethub.planner.problem.scaled import Scale, scaled_problem
+from hethub.planner.problem.scaled import Scale, scaled, scaled_profile
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.profile import ProfileSpec
@@ -128,8 +128,8 @@ class Outlooks:
         )
 
     def _scenario(self, scale: Scale, constants: Constants) -> Scenario:
-        other = scaled_problem(self.problem, scale)
-        return Scenario(other.cluster, constants, other.profile)
+        profile = self.problem.profile
+        return Scenario(scaled(self.problem.cluster, scale), constants, profile and scaled_profile(profile, scale))
 
 
 def _seconds(wirings: Wirings, costs: PlanCosts, scenario: Scenario) -> float:

@@ -31,8 +31,7 @@ def neighbourhoods(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[
 
 def _changed(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candidate]]:
     """With many stages, the changes of the slowest and of both ends, or of all. Where another mode or degree needs more
-    memory than there is, microbatches are cut until it fits.
-    """
+    memory than there is, microbatches are cut until it fits."""
     count, problem, slowest = len(candidate.stages), costs.problem, costs.of(candidate).slowest
     if count <= MOST_PAIRED:
         pairs, some = list(combinations(range(count), 2)), list(range(count))

@@ -188,7 +188,8 @@ def overlap(training: DataSpec, held_out: DataSpec, base: Path) -> str | None:
         alike = trained_by_size.get(file.stat().st_size, [])
         if file in alike:
             return str(file)
-        if original := next((each for each in alike if _contents(each) == _contents(file)), None):
+        contents = _contents(file) if alike else None
+        if original := next((each for each in alike if _contents(each) == contents), None):
             return f"{file}, a copy of {original}"
     whole = [{each.source for each in spec.weighted if each.path is None} for spec in (training, held_out)]
     return min(set.intersection(*whole), default=None)
