@@ -1,10 +1,12 @@
 """Every use of torch's unpublished interfaces, in one place; tests/communicator/test_torch_private.py guards them."""
 
+import atexit
 import contextlib
 import errno
 import inspect
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -35,6 +37,8 @@ _INTERNET = (socket.AF_INET, socket.AF_INET6)
 # peer's connection to it.
 GLOO_DESCRIPTORS, GLOO_DESCRIPTORS_OF_A_PEER = 6, 3
 
+_LETTING_GO_SECONDS = 0.1
+
 
 def create_gloo_group(
     store: dist.Store, rank: int, size: int, timeout_seconds: float, hostname: str | None = None
@@ -51,7 +55,18 @@ def create_gloo_group(
     options._timeout = timedelta(seconds=timeout_seconds)
     group = GlooGroup(store, rank, size, options)
     delete_when_read(store, [f"0/{member}" for member in range(size)], size)
+    atexit.unregister(_let_gloo_go)
+    atexit.register(_let_gloo_go)
     return group
+
+
+def _let_gloo_go() -> None:
+    """A moment before the interpreter ends, in which Gloo's threads let go of the last operation's tensors.
+
+    They need the interpreter's lock for that, and torch 2.13 ends a process by SIGABRT where they come for it too late:
+    every second program that ended right behind a collective, over plain Gloo as well.
+    """
+    time.sleep(_LETTING_GO_SECONDS)
 
 
 def require_descriptors(number: int) -> None:

@@ -1,5 +1,7 @@
 """What we use of torch's unpublished interfaces still behaves as we rely on."""
 
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -87,3 +89,28 @@ def test_reduce_operations_are_told_apart():
 
 def test_no_profiler_no_range():
     assert torch_private.profiled_range("nothing") is None
+
+
+ENDS_AT_ONCE = """
+import time
+import torch
+import torch.distributed as dist
+from hethub import communicator
+
+dist.init_process_group("hethub")
+group, tensor = dist.group.WORLD, torch.ones(200_000)  # both live as long as the process
+dist.barrier()
+time.sleep(0.05 * dist.get_rank())
+dist.all_reduce(tensor)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_right_behind_a_collective_ends_well(tmp_path):
+    """Every second one ended by SIGABRT: Gloo's thread let go of the tensor in an interpreter that was torn down already."""
+    (tmp_path / "train.py").write_text(ENDS_AT_ONCE, encoding="utf-8")
+    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    for _ in range(6):
+        done = subprocess.run(started, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
