@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hethub.communicator.joining.segments import remove_dead_segments
+from hethub.communicator.joining.segments import SHARED_MEMORY, remove_dead_segments
 from tests.support.command import HETHUB, MPIRUN, Running, needs_mpirun
 from tests.support.job_files import write_pair_job
 from tests.support.privileges import SMALL_SHARED_MEMORY, needs_mounts
@@ -36,6 +36,62 @@ def test_segments_are_looked_for_where_a_small_dev_shm_has_put_them(tmp_path, mo
     (tmp_path / dead).write_bytes(b"0")
     os.utime(tmp_path / dead, (time.time() - 3600,) * 2)
     assert dead in remove_dead_segments()
+
+
+def test_folders_that_jobs_have_left_go_with_their_segments(tmp_path):
+    uid, name = os.getuid(), f"sm_segment.{socket.gethostname()}.{os.getuid()}.5e560001.0"
+    left, empty, alive, young, other = folders = [
+        tmp_path / f"hethub-mpi.{owner}.{job}"
+        for owner, job in [(uid, "a"), (uid, "b"), (uid, "c"), (uid, "d"), (4242, "e")]
+    ]
+    for folder in folders:
+        folder.mkdir()
+        if folder not in (empty, young):
+            (folder / name).write_bytes(b"\0" * mmap.PAGESIZE)
+            os.utime(folder / name, (time.time() - 3600,) * 2)
+        if folder != young:
+            os.utime(folder, (time.time() - 3600,) * 2)
+    with open(alive / name, "r+b") as segment, mmap.mmap(segment.fileno(), mmap.PAGESIZE):
+        assert remove_dead_segments([tmp_path]) == [name]
+    assert not left.exists()
+    assert not empty.exists()
+    assert all(path.exists() for path in (alive / name, young, other / name))
+
+
+@needs_mpirun
+@needs_mounts
+@pytest.mark.slow
+def test_jobs_whose_segments_have_one_name_do_not_meet(tmp_path):
+    """As in containers that share a host's name and memory: mpirun is process 1 of each. Open MPI alone ends by SIGSEGV."""
+    job = write_pair_job(tmp_path / "job", communicator={"relay": "mpi"}, train={"steps": 5000})
+
+    def start(name):
+        launch = [MPIRUN, "--oversubscribe", "--bind-to", "none", "-n", "2", HETHUB, "train", job]
+        (tmp_path / f"t-{name}").mkdir()
+        more = {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "TMPDIR": str(tmp_path / f"t-{name}"),
+        }
+        running = Running(
+            ["unshare", "-p", "-f", "--mount-proc", *launch, "--run-dir", tmp_path / name], tmp_path, more
+        )
+        running.wait_until((tmp_path / name / "metrics.jsonl").exists)
+        return running
+
+    def folders():
+        return set(SHARED_MEMORY.glob(f"hethub-mpi.{os.getuid()}.*"))
+
+    before = folders()
+    first = start("first")
+    (one,) = folders() - before
+    second = start("second")
+    (other,) = folders() - before - {one}
+    assert sorted(path.name for path in one.iterdir()) == sorted(path.name for path in other.iterdir())
+    for running, folder in ((first, one), (second, other)):
+        os.kill(running.rank_pid(1), signal.SIGTERM)  # it stops behind its step
+        running.end()
+        assert not folder.exists()
 
 
 @needs_mpirun

@@ -4,6 +4,7 @@ import ctypes
 import importlib.util
 from typing import Any
 
+from hethub.communicator.joining.segments import leave_segments
 from hethub.spec.errors import BadInput, RunFailed
 
 
@@ -53,6 +54,7 @@ def end_mpi(mpi: Any) -> None:
     """Ends MPI where it was started; returns when all ranks have called it."""
     if mpi.Is_initialized() and not mpi.Is_finalized():
         _call_unlocked(mpi, "MPI_Finalize")
+        leave_segments()
 
 
 def _call_unlocked(mpi: Any, function: str, *arguments: Any) -> None:

@@ -6,6 +6,7 @@ MPI_Wait would spin on a core and could not be interrupted when a peer is gone.
 
 import ctypes
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ import torch
 
 from hethub.communicator.joining.mpi_library import import_mpi, start_mpi
 from hethub.communicator.joining.rendezvous import Rendezvous
+from hethub.communicator.joining.segments import place_segments
 from hethub.communicator.joining.settings import is_on
 from hethub.communicator.relays.relay import PeerError, Relay, Transfer
 from hethub.kernels.device import Vendor
@@ -23,6 +25,7 @@ from hethub.spec.errors import BadInput
 _SPINS = 20
 _MAX_SLEEP_SECONDS = 5e-4
 _MAX_MESSAGE_BYTES = 1 << 30
+_JOB = "mpi/job"  # in the store: the name of the job's folder for what it shares
 
 
 class MpiTransfer(Transfer):
@@ -81,6 +84,10 @@ class MpiRelay(Relay):
                 " ranks that mpirun started. Start it with mpirun, or choose relay gloo."
             )
         mpi = import_mpi()
+        if rendezvous.rank == 0:
+            rendezvous.store.set(_JOB, secrets.token_hex(8))
+        job = rendezvous.store.get(_JOB).decode()
+        place_segments(local_rank=rendezvous.local_rank, local_size=rendezvous.local_size, job=job)
         start_mpi(mpi, rank=rendezvous.rank, size=rendezvous.size, launcher=rendezvous.launcher)
         if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
             raise BadInput(

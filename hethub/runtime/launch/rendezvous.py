@@ -2,10 +2,8 @@
 
 import functools
 import json
-import logging
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,12 +14,7 @@ from hethub.communicator import Rendezvous
 from hethub.communicator.joining import pmix
 from hethub.communicator.joining.mpi_library import end_mpi, import_mpi, start_mpi
 from hethub.communicator.joining.rendezvous import agree_on_token
-from hethub.communicator.joining.segments import (
-    BACKING_VARIABLE,
-    SHARED_MEMORY,
-    backing_folder,
-    remove_dead_segments,
-)
+from hethub.communicator.joining.segments import place_segments, remove_dead_segments
 from hethub.communicator.joining.watch import Watch, deadline, watch_over
 from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info, launcher_of, place_of
 from hethub.runtime.launch.store import join_served_store, meet_at_master, serve_store
@@ -35,9 +28,6 @@ _GREETING = "hethub.greeting"
 _GREETING_BYTES = 512
 _SPARE_SECONDS = 1.0
 _NEWS_SECONDS = 10.0  # for rank 0's word of who has not come to reach a rank that came before it
-_MPI_SEGMENT_BYTES = 16 << 20  # what Open MPI 5 asks for, for a rank; without it MPI_Init aborts
-
-_log = logging.getLogger(__name__)
 
 
 def meet(info: LaunchInfo, cluster: ClusterSpec | None, timeout_seconds: float = 120.0) -> Rendezvous:
@@ -158,6 +148,7 @@ def _meet_over_mpi(mpi: Any, info: LaunchInfo, interface: Interface, timeout_sec
     """As `_meet_under_mpirun`, by a broadcast of MPI's, which cannot say who is missing."""
     greeting = bytearray(_GREETING_BYTES)
     store: dist.Store | None = None
+    place_segments(local_rank=info.local_rank, local_size=info.local_size, job=None)
     missing = f"MPI has not started within {timeout_seconds:g} s: a rank has not come, or is gone"
     with deadline(timeout_seconds, info.rank, missing):
         start_mpi(mpi, rank=info.rank, size=info.size, launcher=info.launcher)
@@ -179,24 +170,3 @@ def _keep_mpi_inside(info: LaunchInfo, interface: Interface) -> None:
         os.environ.setdefault("OMPI_MCA_btl_tcp_if_include", interface.name)
     elif not info.is_multi_node:
         os.environ.setdefault("OMPI_MCA_btl", "^tcp")
-    _place_mpi_segments(info)
-
-
-def _place_mpi_segments(info: LaunchInfo) -> None:
-    """Has Open MPI share memory in the temporary folder where /dev/shm is too small for it: it would end the process.
-
-    What the user has set stays. Our own relay shares memory that has no place in a file system.
-    """
-    needed = info.local_size * _MPI_SEGMENT_BYTES
-    if BACKING_VARIABLE in os.environ or not SHARED_MEMORY.is_dir() or shutil.disk_usage(SHARED_MEMORY).free >= needed:
-        return
-    os.environ[BACKING_VARIABLE] = str(backing_folder())
-    if info.local_rank == 0:
-        _log.warning(
-            "%s has less than the %d MiB that Open MPI shares here, so it takes %s instead; a larger %s "
-            "(--shm-size of a container) is faster.",
-            SHARED_MEMORY,
-            needed >> 20,
-            backing_folder(),
-            SHARED_MEMORY,
-        )

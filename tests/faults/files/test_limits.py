@@ -160,7 +160,7 @@ def test_a_closed_folder_is_named(job: Path) -> None:
 @pytest.mark.slow
 @needs_mounts
 def test_a_small_shared_memory_is_gone_around_in_one_line(tmp_path: Path) -> None:
-    job = write_pair_job(tmp_path / "job")
+    job = write_pair_job(tmp_path / "job", communicator={"relay": "mpi"})
     launch = [
         MPIRUN,
         "--oversubscribe",
