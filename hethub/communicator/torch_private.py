@@ -37,7 +37,7 @@ _INTERNET = (socket.AF_INET, socket.AF_INET6)
 # peer's connection to it.
 GLOO_DESCRIPTORS, GLOO_DESCRIPTORS_OF_A_PEER = 6, 3
 
-_LETTING_GO_SECONDS = 0.1
+_LETTING_GO_SECONDS = 0.1  # they wait for the lock by then, or are about to
 
 
 def create_gloo_group(
