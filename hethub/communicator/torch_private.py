@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -55,18 +55,18 @@ def create_gloo_group(
     options._timeout = timedelta(seconds=timeout_seconds)
     group = GlooGroup(store, rank, size, options)
     delete_when_read(store, [f"0/{member}" for member in range(size)], size)
-    atexit.unregister(_let_gloo_go)
-    atexit.register(_let_gloo_go)
+    _end_behind_gloo()
     return group
 
 
-def _let_gloo_go() -> None:
-    """A moment before the interpreter ends, in which Gloo's threads let go of the last operation's tensors.
+@cache
+def _end_behind_gloo() -> None:
+    """From here on the interpreter's end waits a moment, in which Gloo's threads let go of the last operation's tensors.
 
     They need the interpreter's lock for that, and torch 2.13 ends a process by SIGABRT where they come for it too late:
     every second program that ended right behind a collective, over plain Gloo as well.
     """
-    time.sleep(_LETTING_GO_SECONDS)
+    atexit.register(time.sleep, _LETTING_GO_SECONDS)
 
 
 def require_descriptors(number: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import BIN, HANG_SECONDS, Ended, Running, needs_mpirun
+from tests.support.command import AS_ROOT, BIN, HANG_SECONDS, Ended, Running, needs_mpirun
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "index.md").read_text(encoding="utf-8")
 SMALL = {"steps: 60": "steps: 4", "global_batch: 16": "global_batch: 4", "seq_len: 128": "seq_len: 32"}
@@ -31,7 +31,7 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+        as_root = {**AS_ROOT, "OMP_NUM_THREADS": "1"}
         cache = {"HETHUB_CACHE": str(folder / "cache")}
         self._environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **as_root, **cache}
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from hethub.communicator.joining.segments import SHARED_MEMORY, remove_dead_segments
-from tests.support.command import HETHUB, MPIRUN, Running, needs_mpirun
+from tests.support.command import needs_mpirun, start_mpirun
 from tests.support.job_files import write_pair_job
 from tests.support.privileges import SMALL_SHARED_MEMORY, needs_mounts
 
@@ -62,20 +62,16 @@ def test_folders_that_jobs_have_left_go_with_their_segments(tmp_path):
 @needs_mounts
 @pytest.mark.slow
 def test_jobs_whose_segments_have_one_name_do_not_meet(tmp_path):
-    """As in containers that share a host's name and memory: mpirun is process 1 of each. Open MPI alone ends by SIGSEGV."""
+    """As in containers that share a host's name and memory: mpirun is process 1 of each. A plain MPI job ended by SIGSEGV."""
     job = write_pair_job(tmp_path / "job", communicator={"relay": "mpi"}, train={"steps": 5000})
 
     def start(name):
-        launch = [MPIRUN, "--oversubscribe", "--bind-to", "none", "-n", "2", HETHUB, "train", job]
-        (tmp_path / f"t-{name}").mkdir()
-        more = {
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "TMPDIR": str(tmp_path / f"t-{name}"),
-        }
-        running = Running(
-            ["unshare", "-p", "-f", "--mount-proc", *launch, "--run-dir", tmp_path / name], tmp_path, more
-        )
+        temporary = tmp_path / f"t-{name}"
+        temporary.mkdir()
+        running = start_mpirun(
+            2, "train", job, "--run-dir", tmp_path / name, cwd=tmp_path,
+            environment={"TMPDIR": str(temporary)}, behind=("unshare", "-p", "-f", "--mount-proc"),
+        )  # fmt: skip
         running.wait_until((tmp_path / name / "metrics.jsonl").exists)
         return running
 
@@ -102,9 +98,10 @@ def test_what_a_killed_job_left_beside_a_small_dev_shm_goes_with_the_next(tmp_pa
     temporary.mkdir()
 
     def start(name, *more):
-        launch = [MPIRUN, "--oversubscribe", "--bind-to", "none", "-n", "2", HETHUB, "train", job, *more]
-        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "TMPDIR": str(temporary)}
-        return Running([*SMALL_SHARED_MEMORY, *launch, "--run-dir", tmp_path / name], tmp_path, as_root)
+        return start_mpirun(
+            2, "train", job, *more, "--run-dir", tmp_path / name, cwd=tmp_path,
+            environment={"TMPDIR": str(temporary)}, behind=SMALL_SHARED_MEMORY,
+        )  # fmt: skip
 
     def segments():
         return list(temporary.rglob("sm_segment.*"))

@@ -192,11 +192,27 @@ def hethub(
 
 
 def start_mpirun(
-    size: int, *arguments: Any, cwd: Path, program: Sequence[Any] = (HETHUB,), environment: dict[str, str] | None = None
+    size: int,
+    *arguments: Any,
+    cwd: Path,
+    program: Sequence[Any] = (HETHUB,),
+    environment: dict[str, str] | None = None,
+    behind: Sequence[str] = (),
 ) -> Running:
-    """`mpirun -n SIZE hethub …`; `program` may put another in the place of hethub."""
+    """`mpirun -n SIZE hethub …`; `program` may put another in the place of hethub, `behind` a command before all."""
     assert MPIRUN is not None
-    command = [MPIRUN, "--oversubscribe", "--bind-to", "none", "--continuous", "-n", str(size), *program, *arguments]
+    command = [
+        *behind,
+        MPIRUN,
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "--continuous",
+        "-n",
+        str(size),
+        *program,
+        *arguments,
+    ]
     return Running(list(map(str, command)), cwd, {**AS_ROOT, **(environment or {})})
 
 

@@ -15,7 +15,7 @@ SHARED_MEMORY = Path("/dev/shm")
 BACKING_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _SETTLED_SECONDS = 60.0  # a process that has just made a segment may not have mapped it yet
 _SEGMENT_BYTES = 16 << 20  # what Open MPI 5 asks for, for a rank; without it MPI_Init aborts
-_FOLDER = f"hethub-mpi.{os.getuid()}"
+_FOLDER = f"hethub-mpi.{os.getuid()}."  # and the name of the job
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def place_segments(*, local_rank: int, local_size: int, job: str | None) -> None
                 SHARED_MEMORY,
             )
     if job is not None:
-        folder = folder / f"{_FOLDER}.{job}"
+        folder = folder / f"{_FOLDER}{job}"
         folder.mkdir(mode=0o700, exist_ok=True)
     os.environ[BACKING_VARIABLE] = str(folder)
 
@@ -67,7 +67,7 @@ def remove_dead_segments(places: Sequence[Path] | None = None) -> list[str]:
     temporary = Path(tempfile.gettempdir())
     if places is None:
         places = list({SHARED_MEMORY, temporary, Path(os.environ.get(BACKING_VARIABLE, temporary))})
-    folders = [folder for place in places for folder in place.glob(f"{_FOLDER}.*")]
+    folders = [folder for place in places for folder in place.glob(f"{_FOLDER}*")]
     left = [folder for folder in folders if _is_settled(folder)]
     paths = [path for place in (*places, *folders) for path in place.glob("sm_segment.*")]
     found = [path for path in paths if name.fullmatch(path.name) and _is_settled(path)]

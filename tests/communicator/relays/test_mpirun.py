@@ -1,22 +1,17 @@
 """Real mpirun: rendezvous over MPI, the mpi relay, and where its ranks listen."""
 
 import functools
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+from tests.support.command import AS_ROOT, MPIRUN, needs_mpirun
 
-pytestmark = pytest.mark.skipif(
-    MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
-    reason="needs mpirun and mpi4py: pip install 'hethub[train]'",
-)
+pytestmark = needs_mpirun
 
 SOCKETS = Path(__file__).resolve().parents[2] / "support" / "hosts" / "sockets.py"
 REDUCE = f"""
@@ -53,12 +48,7 @@ if world.rank == 0:
 
 
 def mpirun(program, *arguments, size=3):
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }
+    environment = {**os.environ, **AS_ROOT, "OMP_NUM_THREADS": "1"}
     command = [MPIRUN, "--oversubscribe", "--bind-to", "none", "-n", str(size), sys.executable, "-c", program]
     return subprocess.run(
         [*command, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False

