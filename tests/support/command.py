@@ -213,7 +213,9 @@ def start_mpirun(
         *program,
         *arguments,
     ]
-    return Running(list(map(str, command)), cwd, {**AS_ROOT, **(environment or {})})
+    # One that was killed leaves its session, with which no other mpirun whose process has the same number starts.
+    sessions = {"PRTE_MCA_prte_local_tmpdir_base": str(cwd / "mpirun")}
+    return Running(list(map(str, command)), cwd, {**AS_ROOT, **sessions, **(environment or {})})
 
 
 def mpirun(size: int, *arguments: Any, cwd: Path, **more: Any) -> Ended:

@@ -1,5 +1,6 @@
 """The command that starts a job on its cluster: mpirun contexts, torchrun on every node, or a Slurm het-job."""
 
+import contextlib
 import ctypes
 import os
 import secrets
@@ -9,7 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -29,6 +31,7 @@ SETTINGS = (
 )  # fmt: skip
 _PR_SET_PDEATHSIG = 1
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # to save and exit
+_SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"  # where Open MPI's mpirun keeps a folder while it runs
 _HANDED_ON = {"mpirun": signal.SIGUSR1, "torchrun": signal.SIGINT}  # to ranks by their launcher; by srun SIGTERM
 
 
@@ -236,10 +239,25 @@ def run_here(commands: Sequence[Command]) -> int:
             f"{program}: there is no such program here; start the job where it is, or with another launcher (--with). "
             "--dry-run prints the command."
         )
-    return _run(command, _HANDED_ON.get(Path(program).name, signal.SIGTERM))
+    with _own_sessions(Path(program).name) as environment:
+        return _run(command, environment, _HANDED_ON.get(Path(program).name, signal.SIGTERM))
 
 
-def _run(command: Command, handed_on: signal.Signals) -> int:
+@contextlib.contextmanager
+def _own_sessions(launcher: str) -> Iterator[dict[str, str]]:
+    """The environment that gives mpirun's session a place of the job's own on this host; what the user has set stays.
+
+    Open MPI 5.0 calls the session by the number of mpirun's process, and does not start where one that was killed has left
+    its own under that number: in a container that starts again with the same /tmp, numbers come again.
+    """
+    if launcher != "mpirun" or _SESSIONS in os.environ:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="hethub-mpirun.", ignore_cleanup_errors=True) as folder:
+        yield {_SESSIONS: folder}
+
+
+def _run(command: Command, more: Mapping[str, str], handed_on: signal.Signals) -> int:
     """The exit code of a launcher, whose ranks are asked to save and exit when this process is told to end.
 
     At a Ctrl-C of its own mpirun (Open MPI 5.0) kills its ranks half a second later, so launchers run where the
@@ -248,7 +266,7 @@ def _run(command: Command, handed_on: signal.Signals) -> int:
     Raises RunFailed where it does, and without a word where the ranks were asked and have said why they failed.
     """
     stdin = subprocess.DEVNULL if command.script is None else subprocess.PIPE
-    environment = {**os.environ, **command.environment}
+    environment = {**os.environ, **command.environment, **more}
     process: subprocess.Popen[str] | None = None
     asked = ended = False
     own, prctl = os.getpid(), getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it

@@ -4,8 +4,10 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,12 @@ from hethub.kernels.device import Device
 from hethub.runtime.doctor.machine import examine
 from hethub.runtime.launch import device
 from hethub.runtime.launch.device import open_device
-from hethub.runtime.launch.launcher_command import LAUNCHERS, SETTINGS, LauncherName, launch_commands, run_here
+from hethub.runtime.launch.launcher_command import LAUNCHERS, SETTINGS, Command, LauncherName, launch_commands, run_here
 from hethub.runtime.launch.launcher_environment import LaunchInfo
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.network import TOKEN_VARIABLE
-from tests.support.command import Running
+from tests.support.command import AS_ROOT, MPIRUN, Running, needs_mpirun
 
 JOB = Path("job.yaml")
 TWO_MAKERS = ClusterSpec.model_validate(
@@ -269,6 +271,25 @@ def test_doctor_says_what_is_there_and_what_to_do() -> None:
     assert "lo 127.0.0.1" in findings["interfaces"].found
     assert all(finding.remedy for finding in findings.values() if finding.state == "missing")
     json.dumps([finding.to_dict() for finding in findings.values()], allow_nan=False)
+
+
+@needs_mpirun
+def test_mpirun_starts_where_a_killed_one_of_its_number_has_left_its_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container that starts again with the same /tmp. Open MPI by itself does not start (5.0.11)."""
+    number = f"$TMPDIR/ompi.$$/pmix.{socket.gethostname()}.tool.$$"
+    (tmp_path / "mpirun").write_text(f'#!/bin/sh\nmkdir -p $TMPDIR/ompi.$$\necho old > {number}\nexec {MPIRUN} "$@"\n')
+    (tmp_path / "mpirun").chmod(0o755)
+    for name, value in {**AS_ROOT, "TMPDIR": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    words = ("mpirun", "--oversubscribe", "--bind-to", "none", "-n", "1", "echo", "started")
+    assert subprocess.run(words, check=False).returncode != 0
+    assert "listener" in capfd.readouterr().err
+    assert run_here([Command(words=words)]) == 0
+    assert capfd.readouterr().out == "started\n"
+    assert not list(tmp_path.glob("hethub-mpirun.*"))
 
 
 # What runs it is told to end as soon as there is a launcher, which can be told from the outside only by luck.
