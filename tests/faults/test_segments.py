@@ -66,12 +66,9 @@ def test_jobs_whose_segments_have_one_name_do_not_meet(tmp_path):
     job = write_pair_job(tmp_path / "job", communicator={"relay": "mpi"}, train={"steps": 5000})
 
     def start(name):
-        temporary = tmp_path / f"t-{name}"
-        temporary.mkdir()
         running = start_mpirun(
-            2, "train", job, "--run-dir", tmp_path / name, cwd=tmp_path,
-            environment={"TMPDIR": str(temporary)}, behind=("unshare", "-p", "-f", "--mount-proc"),
-        )  # fmt: skip
+            2, "train", job, "--run-dir", tmp_path / name, cwd=tmp_path, behind=("unshare", "-p", "-f", "--mount-proc")
+        )
         running.wait_until((tmp_path / name / "metrics.jsonl").exists)
         return running
 

@@ -214,7 +214,7 @@ def start_mpirun(
         *arguments,
     ]
     # One that was killed leaves its session, with which no other mpirun whose process has the same number starts.
-    sessions = {"PRTE_MCA_prte_local_tmpdir_base": str(cwd / "mpirun")}
+    sessions = {"PRTE_MCA_prte_local_tmpdir_base": str(cwd / f"mpirun-{uuid.uuid4().hex}")}
     return Running(list(map(str, command)), cwd, {**AS_ROOT, **sessions, **(environment or {})})
 
 
