@@ -61,7 +61,7 @@ def test_folders_that_jobs_have_left_go_with_their_segments(tmp_path):
 @needs_mpirun
 @needs_mounts
 @pytest.mark.slow
-def test_jobs_whose_segments_have_one_name_do_not_meet(tmp_path):
+def test_jobs_whose_segments_have_one_name_do_not_meet(tmp_path, request):
     """As in containers that share a host's name and memory: mpirun is process 1 of each. A plain MPI job ended by SIGSEGV."""
     job = write_pair_job(tmp_path / "job", communicator={"relay": "mpi"}, train={"steps": 5000})
 
@@ -69,6 +69,7 @@ def test_jobs_whose_segments_have_one_name_do_not_meet(tmp_path):
         running = start_mpirun(
             2, "train", job, "--run-dir", tmp_path / name, cwd=tmp_path, behind=("unshare", "-p", "-f", "--mount-proc")
         )
+        request.addfinalizer(running.kill)
         running.wait_until((tmp_path / name / "metrics.jsonl").exists)
         return running
 
@@ -90,7 +91,7 @@ def test_jobs_whose_segments_have_one_name_do_not_meet(tmp_path):
 @needs_mpirun
 @needs_mounts
 @pytest.mark.slow
-def test_what_a_killed_job_left_beside_a_small_dev_shm_goes_with_the_next(tmp_path):
+def test_what_a_killed_job_left_beside_a_small_dev_shm_goes_with_the_next(tmp_path, request):
     job, temporary = write_pair_job(tmp_path / "job", communicator={"relay": "mpi"}), tmp_path / "t"
     temporary.mkdir()
 
@@ -104,6 +105,7 @@ def test_what_a_killed_job_left_beside_a_small_dev_shm_goes_with_the_next(tmp_pa
         return list(temporary.rglob("sm_segment.*"))
 
     first = start("first", "--set", "train.steps=5000")
+    request.addfinalizer(first.kill)
     first.wait_until((tmp_path / "first" / "metrics.jsonl").exists)
     assert len(segments()) == 2
     for pid in first.pids():
