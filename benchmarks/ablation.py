@@ -126,6 +126,9 @@ CHANGES: dict[str, Change] = {
     "no other mode": constant(f"{NEAR}._modes", nothing),
     "no replica moved or exchanged": constant(f"{NEAR}._groups", nothing),
     "no other degree": constant(f"{NEAR}._degrees", nothing),
+    "no other number of stages": constant(f"{NEAR}._depths", nothing),
+    "no unused accelerator joins": constant(f"{NEAR}._more_replicas", nothing),
+    "no pairs of changes": with_effort(pairs=0),
     "no nudged sample": lambda: dict.fromkeys((f"{NEAR}.nudges", f"{LOCAL}.nudges"), nothing),
     # constants
     "one uphill of 1.004": with_effort(uphill=1.004),

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field
 from hethub.runtime.metrics import StepMetrics
 from hethub.spec.base import Spec, build, describe
 from hethub.spec.cluster import ClusterSpec, load_cluster
-from hethub.spec.documents import Source, dump_yaml, read_bytes, read_json, write_whole
+from hethub.spec.documents import Source, dump_yaml, read_bytes, read_json, set_aside, write_whole
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import Job
 from hethub.spec.layout.bind import Layout
@@ -33,7 +33,6 @@ FILES = (
 _OF_RANKS = ("communicator.json", "calibration.json", "communicator_counters.json", "rehearsal.json")
 _MOST_METRICS_BYTES = 2**33
 SETTLING_STEPS = 2  # the first steps, which warm up and count memory, left out of the measured time
-_DAMAGED = "metrics.damaged.jsonl"
 
 
 def _ascending(rows: tuple[tuple[int, str], ...]) -> tuple[tuple[int, str], ...]:
@@ -269,8 +268,8 @@ class RunFolder:
         said = []
         if damaged := rows.count(None):
             with self._writing(self.metrics.name):
-                self.metrics.rename(self.path / _DAMAGED)
-            said.append(f"{damaged} lines of metrics.jsonl were damaged; as it was, it is {_DAMAGED}")
+                was = set_aside(self.metrics)
+            said.append(f"damaged lines in metrics.jsonl: {damaged}; as it was, it is {was.name} now")
         if missing := [step for step in range(1, last_step + 1) if step not in kept]:
             said.append(
                 f"metrics.jsonl lacks {len(missing)} of the {last_step} steps before this one, {missing[0]} to {missing[-1]}"

@@ -12,6 +12,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +342,9 @@ def write_whole(path: Path, text: str) -> None:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a file or a folder so that nothing uses or removes it; where it is now. Raises OSError."""
+    names = chain([f"{path.name}.set-aside"], (f"{path.name}.set-aside-{number}" for number in count(2)))
+    return path.rename(next(place for name in names if not (place := path.with_name(name)).exists()))

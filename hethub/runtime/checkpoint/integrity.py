@@ -13,7 +13,6 @@ import re
 import shutil
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
-from itertools import chain, count
 from pathlib import Path
 from typing import Annotated
 
@@ -113,13 +112,6 @@ def finish_cut_off(root: Path) -> None:
     for partial in partials(root):
         if (partial / MARKER).exists() and not _finished(partial).exists():
             _rename(partial)
-
-
-def set_aside(folder: Path) -> Path:
-    """Renames a checkpoint so that runs neither use nor remove it; where it is now."""
-    names = chain([f"{folder.name}.set-aside"], (f"{folder.name}.set-aside-{number}" for number in count(2)))
-    path = next(path for name in names if not (path := folder.with_name(name)).exists())
-    return folder.rename(path)
 
 
 def _finished(partial: Path) -> Path:

@@ -16,6 +16,7 @@ from hethub.runtime.checkpoint.reader import Reader
 from hethub.runtime.checkpoint.record import RECORD, CheckpointRecord, read_record, write_record
 from hethub.runtime.checkpoint.shared import require_shared
 from hethub.runtime.state.optimizer import Optimizer
+from hethub.spec.documents import set_aside
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.layout.bind import Layout
 
@@ -61,9 +62,7 @@ class CheckpointFolder:
             self._remove(partial)
         for path in self._own():
             if integrity.step_of(path) > step:
-                _log.warning(
-                    "%s is newer than what training goes on from: it is %s now", path, integrity.set_aside(path)
-                )
+                _log.warning("%s is newer than what training goes on from: it is %s now", path, set_aside(path))
         self._remove_old()
 
     def write_folder(self, step: int, write: Callable[[Path], None], finish: Callable[[Path], Marks]) -> None:

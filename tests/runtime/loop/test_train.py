@@ -210,6 +210,17 @@ def test_metrics_behind_a_checkpoint_are_cut(tmp_path):
     assert rows == [metrics(1).to_dict(), metrics(2).to_dict(), metrics(3).to_dict(), metrics(4, loss=1.5).to_dict()]
 
 
+def test_a_file_with_damaged_lines_is_kept_each_time(tmp_path):
+    folder, damaged = RunFolder(tmp_path), []
+    for number, name in enumerate(["metrics.jsonl.set-aside", "metrics.jsonl.set-aside-2"], 1):
+        with folder.metrics.open("a") as file:
+            file.write(f"{json.dumps(metrics(number).to_dict())}\nwhat a disk has made of line {number}\n")
+        damaged.append((name, folder.metrics.read_text()))
+        assert folder.cut_metrics(number) == [f"damaged lines in metrics.jsonl: 1; as it was, it is {name} now"]
+        assert [row["step"] for row in folder.rows()] == list(range(1, number + 1))
+    assert [(name, (tmp_path / name).read_text()) for name, _ in damaged] == damaged
+
+
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_half_written_last_line_is_cut_too(tmp_path, steps):
     """As a process that was killed, or a disk that is full, leaves it; the next line stands on its own."""
