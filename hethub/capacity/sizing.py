@@ -33,6 +33,11 @@ class Sizing:
     # Of these, if every node did what it does where its type alone does best; at least, beyond `EVERY_COUNT` of a type.
     might_be_better: int
 
+    @property
+    def node_types(self) -> set[str]:
+        """Those that an option takes."""
+        return {name for option in self.options for name in option.nodes}
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -106,6 +106,24 @@ def measured_for(options: argparse.Namespace, job: "Job") -> "ProfileSpec | None
     return Calibration(options.calibrate).profile(job.model, known_cluster(job), job.spec.train.batch)
 
 
+def measured_beside(options: argparse.Namespace) -> "ProfileSpec | None":
+    """As `measured_for`, where a command takes plan files and --job may name their job."""
+    from hethub.predictor.cost.profile import load_profile
+    from hethub.spec.job import load_job
+
+    if options.job is not None:
+        return measured_for(options, load_job(options.job))
+    if options.calibrate is not None:
+        raise BadInput(f"--calibrate {options.calibrate}: it needs the plans' job file; name it with --job JOB.yaml.")
+    return None if options.profile is None else load_profile(options.profile)
+
+
+def refuse_measurements_of_program(options: argparse.Namespace) -> None:
+    """Raises BadInput where --profile or --calibrate is given beside a program, which holds its own times."""
+    if options.profile is not None or options.calibrate is not None:
+        raise BadInput("--profile and --calibrate are for plans of layers; leave them out with strategy hap.")
+
+
 def refuse_profile_beside_calibrate(profile: Path | None, job: "Job") -> None:
     """Raises BadInput where a profile is given, on the command line or by the job."""
     if profile is not None or job.spec.profile is not None:

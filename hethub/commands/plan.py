@@ -17,12 +17,14 @@ from hethub.commands.common import (
     is_plan,
     known_cluster,
     made_for,
+    measured_beside,
     measured_for,
     path,
     planned_for,
     print_json,
     processors,
     program_made_for,
+    refuse_measurements_of_program,
     refuse_overwriting,
     strategy_of,
 )
@@ -274,6 +276,8 @@ def _add_diff(commands: Any) -> None:
     parser.add_argument("second", type=path, metavar="PLAN.yaml", help="the plan compared, of layers or of hap")
     text = "the job both were made for (default: what each plan file says itself)"
     parser.add_argument("--job", type=path, metavar="JOB.yaml", help=text)
+    add_profile(parser)
+    add_calibrate(parser)
     add_json(parser)
 
 
@@ -286,11 +290,13 @@ def diff(options: argparse.Namespace) -> None:
 
     def side(path: Path) -> Any:
         if is_program_plan(path):
+            refuse_measurements_of_program(options)
             program = load_program_plan(path)
             return side_of_program(program, program_made_for(program, path, options.job))
         plan = load_plan(path)
         job = made_for(plan, path, options.job)
-        return side_of_layout(bind_file(path, plan, job.model, job.cluster), job.compile, job.reserve)
+        layout = bind_file(path, plan, job.model, job.cluster)
+        return side_of_layout(layout, job.compile, job.reserve, measured_beside(options))
 
     result = compare(side(options.first), side(options.second))
     if options.json:

@@ -8,12 +8,15 @@ from typing import Any
 from hethub.commands.common import (
     add_calibrate,
     add_json,
+    add_profile,
     check_writable,
     command,
     made_for,
+    measured_beside,
     path,
     print_json,
     program_made_for,
+    refuse_measurements_of_program,
     refuse_overwriting,
 )
 from hethub.spec.errors import BadInput
@@ -37,6 +40,8 @@ def _add_report(commands: Any) -> None:
     parser.add_argument(
         "--job", type=path, metavar="JOB.yaml", help="what a plan file was made for (default: as it says)"
     )
+    add_profile(parser)
+    add_calibrate(parser)
     parser.add_argument(
         "--out", type=path, metavar="REPORT.html", help="default: report.html in the run folder or here"
     )
@@ -53,17 +58,20 @@ def report(options: argparse.Namespace) -> None:
 
     check_writable(options.out, reads=options.what)
     kept = (options.what / name for name in FILES if name != "report.html")  # of a run, where that is what to draw
-    refuse_overwriting(options.out, options.job, *kept)
+    refuse_overwriting(options.out, options.job, options.profile, options.calibrate, *kept)
     if not options.what.exists():
         raise BadInput(f"{options.what}: there is no such run folder or plan file. Check the path.")
-    if options.what.is_dir() and options.job is not None:
-        raise BadInput(
-            f"--job {options.job}: it goes with a plan file; the run folder {options.what} says what ran. Leave it out."
-        )
+    beside = {"--job": options.job, "--profile": options.profile, "--calibrate": options.calibrate}
+    for name, file in beside.items():
+        if options.what.is_dir() and file is not None:
+            raise BadInput(
+                f"{name} {file}: it goes with a plan file; the run folder {options.what} says what ran. Leave it out."
+            )
     if options.what.is_dir():
         out = options.out or options.what / "report.html"
         (report_program_run if is_program_plan(options.what / "plan.yaml") else report_run)(options.what, out)
     elif is_program_plan(options.what):
+        refuse_measurements_of_program(options)
         program, out = load_program_plan(options.what), options.out or Path("report.html")
         made_for_program = program_made_for(program, options.what, options.job)
         write_program_page(program, made_for_program, out, f"plan {options.what.name}")
@@ -71,8 +79,8 @@ def report(options: argparse.Namespace) -> None:
         plan, out = load_plan(options.what), options.out or Path("report.html")
         job = made_for(plan, options.what, options.job)
         layout = bind_file(options.what, plan, job.model, job.cluster)
-        software = hethub_software(job.compile)
-        write_page(layout, None, out, f"plan {options.what.name}", software=software, reserve=job.reserve)
+        title, profile, software = f"plan {options.what.name}", measured_beside(options), hethub_software(job.compile)
+        write_page(layout, None, out, title, profile=profile, software=software, reserve=job.reserve)
     print(f"written to {out}")
 
 

@@ -100,7 +100,8 @@ def size(options: argparse.Namespace) -> None:
     if options.out is not None:
         write_sizing(found, question, options.out)
     if options.json:
-        print_json({**found.to_dict(), **_terms(catalogue), "assumed_speeds": assumed_speeds_of(found, question)})
+        assumed = assumed_speeds_of(found.node_types, catalogue, have)
+        print_json({**found.to_dict(), **_terms(catalogue), "assumed_speeds": assumed})
     else:
         print_sizing(found, question, options.out)
 
@@ -109,17 +110,18 @@ def _add(
     options: argparse.Namespace, catalogue: "CatalogueSpec", evaluate: "Evaluator", have: "ClusterSpec | None"
 ) -> None:
     from hethub.capacity.additions import rank_additions
-    from hethub.report.capacity import print_additions
+    from hethub.report.capacity import assumed_speeds_of, print_additions
     from hethub.runtime.progress import counted
 
     assert have is not None
     with nullcontext() if options.json else counted("sizing", only_on_terminal=True) as progress:
         additions, left_out = rank_additions(catalogue, evaluate, have, progress)
+    assumed = assumed_speeds_of({addition.node for addition in additions}, catalogue, have)
     if options.json:
         lists = {"additions": list(map(vars, additions)), "left_out": list(map(vars, left_out))}
-        print_json({**lists, **_terms(catalogue)})
+        print_json({**lists, **_terms(catalogue), "assumed_speeds": assumed})
     else:
-        print_additions(additions, left_out, catalogue)
+        print_additions(additions, left_out, catalogue, assumed)
 
 
 def _terms(catalogue: "CatalogueSpec") -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The answers of `hethub size`: options, their frontier, and what to add next; on the terminal and as a page."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from html import escape
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from hethub.report.drawing import scatter
 from hethub.report.page import html_table, write_html
 from hethub.report.tables import assumed_sentence
 from hethub.runtime.console import make_console, make_table
+from hethub.spec.cluster import ClusterSpec
 
 MOST_OPTIONS, BAR, MOST_LEFT_OUT = 20, 40, 5
 
@@ -125,7 +126,7 @@ def _sentences(found: Sizing, question: Question) -> list[str]:
             f"not looked at: {found.not_looked_at:,} mixtures of two node types, {least}{found.might_be_better:,} of which may be a better "
             f"answer{more}{fixed}"
         )
-    if assumed := assumed_speeds_of(found, question):
+    if assumed := assumed_speeds_of(found.node_types, catalogue, question.have):
         sentences.append(assumed_sentence(assumed))
     if catalogue.date:
         sentences.append(f"prices of {catalogue.date}; nodes owned cost nothing")
@@ -133,11 +134,10 @@ def _sentences(found: Sizing, question: Question) -> list[str]:
     return [*sentences, f"assumed, not measured (the catalogue's `assumptions` change it): {stated}"]
 
 
-def assumed_speeds_of(found: Sizing, question: Question) -> list[str]:
-    """The accelerators of unknown speed that an option rests on."""
-    used = {name for option in found.options for name in option.nodes}
-    rented = [node for node in question.catalogue.nodes if node.name in used]
-    owned = () if question.have is None else question.have.nodes
+def assumed_speeds_of(used: Container[str], catalogue: CatalogueSpec, have: ClusterSpec | None) -> list[str]:
+    """The accelerators of unknown speed among what is owned and the node types `used`."""
+    rented = [node for node in catalogue.nodes if node.name in used]
+    owned = () if have is None else have.nodes
     return sorted({node.device.name for node in (*owned, *rented) if node.device.source == "assumed"})
 
 
@@ -171,8 +171,10 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_LEFT_OUT]) + (f" and {more} more" if more > 0 else "")
 
 
-def print_additions(additions: Sequence[Addition], left_out: Sequence[LeftOut], catalogue: CatalogueSpec) -> None:
-    """Node types, best gain per price first, and those that cannot be added."""
+def print_additions(
+    additions: Sequence[Addition], left_out: Sequence[LeftOut], catalogue: CatalogueSpec, assumed: Sequence[str]
+) -> None:
+    """Node types, best gain per price first, those that cannot be added, and the accelerators whose speed is `assumed`."""
     table = make_table("add one", "tokens/s then", "gained", f"gained per {catalogue.currency or 'price'} and hour")
     for addition in additions:
         per_price = "" if addition.gained_per_price is None else f"{addition.gained_per_price:,.1f}"
@@ -188,5 +190,7 @@ def print_additions(additions: Sequence[Addition], left_out: Sequence[LeftOut], 
         )
     for sentence in left_out_sentences(left_out):
         console.print(sentence)
+    if assumed:
+        console.print(assumed_sentence(assumed))
     if catalogue.date:
         console.print(f"prices of {catalogue.date}")

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hethub.predictor import predict
+from hethub.predictor.cost.profile import ProfileSpec, assumed_speeds
 from hethub.predictor.cost.software import hethub_software
-from hethub.report.tables import TOO_LITTLE
+from hethub.report.tables import TOO_LITTLE, assumed_sentence
 from hethub.runtime.console import make_console, make_table
 from hethub.spec.base import Spec
 from hethub.spec.layout.bind import Layout
@@ -35,6 +36,8 @@ class PlanDiff:
     memory_bytes: tuple[int, int]  # of the fullest rank
     fits: tuple[bool, bool]
     tokens_per_second: tuple[float, float]
+    assumed_speeds: tuple[str, ...]
+    """The accelerators of either whose speed the catalogue assumes."""
 
     @property
     def unlike_models(self) -> bool:
@@ -70,6 +73,7 @@ class PlanDiff:
             "memory_bytes": list(self.memory_bytes),
             "fits": list(self.fits),
             "tokens_per_second": list(self.tokens_per_second),
+            "assumed_speeds": list(self.assumed_speeds),
         }
 
 
@@ -82,6 +86,7 @@ class Side(NamedTuple):
     memory_bytes: int
     fits: bool
     tokens_per_second: float
+    assumed_speeds: tuple[str, ...]
 
 
 def diff(one: Side, two: Side) -> PlanDiff:
@@ -99,6 +104,7 @@ def diff(one: Side, two: Side) -> PlanDiff:
         memory_bytes=(one.memory_bytes, two.memory_bytes),
         fits=(one.fits, two.fits),
         tokens_per_second=(one.tokens_per_second, two.tokens_per_second),
+        assumed_speeds=tuple(dict.fromkeys((*one.assumed_speeds, *two.assumed_speeds))),
     )
 
 
@@ -122,6 +128,8 @@ def print_diff(result: PlanDiff) -> None:
     for which, fits in zip(("first", "second"), result.fits, strict=True):
         if not fits:
             console.print(f"the {which} does not fit: {TOO_LITTLE}")
+    if result.assumed_speeds:
+        console.print(assumed_sentence(result.assumed_speeds))
 
 
 def _speeds(result: PlanDiff) -> str:
@@ -138,9 +146,9 @@ def _speeds(result: PlanDiff) -> str:
     return f"{asked}: {beside if abs(slower) >= 0.05 else 'both are as fast'}"
 
 
-def side_of_layout(layout: Layout, compiles: bool | None, reserve: float) -> Side:
-    """Every key of a plan, its model and its cluster; `compiles` and `reserve` are its job's. Raises BadInput as
-    `predict` does."""
+def side_of_layout(layout: Layout, compiles: bool | None, reserve: float, profile: ProfileSpec | None = None) -> Side:
+    """Every key of a plan, its model and its cluster; `compiles` and `reserve` are its job's, `profile` counts instead of
+    estimates. Raises BadInput as `predict` does."""
     keys = _plain(layout.plan, set(PlanSpec.model_fields) - {"version", "stages", "job"})
     for index, stage in enumerate(layout.plan.stages):
         texts = describe_stage(stage)
@@ -149,9 +157,12 @@ def side_of_layout(layout: Layout, compiles: bool | None, reserve: float) -> Sid
     model = model.replace(kv_heads=model.num_kv_heads, head_dim=model.head_size, gated=model.is_gated)
     keys |= _described("model", model) | _described("cluster", layout.cluster)
     keys |= {"job.compile": (compiles, str(compiles)), "job.reserve": (reserve, str(reserve))}
-    found = predict(layout, reserve=reserve, software=hethub_software(compiles))
-    most = max(entry.bytes for entry in found.memory)
-    return Side(keys, found.step_seconds, found.breakdown, most, found.fits, found.tokens_per_second)
+    found = predict(layout, reserve=reserve, profile=profile, software=hethub_software(compiles))
+    most, assumed = (
+        max(entry.bytes for entry in found.memory),
+        assumed_speeds(layout.cluster, layout.plan.precision, profile),
+    )
+    return Side(keys, found.step_seconds, found.breakdown, most, found.fits, found.tokens_per_second, tuple(assumed))
 
 
 def side_of_program(plan: ProgramPlanSpec, made_for: ProgramFor) -> Side:
@@ -168,7 +179,8 @@ def side_of_program(plan: ProgramPlanSpec, made_for: ProgramFor) -> Side:
     keys |= _described("cluster", made_for.cluster)
     keys["job.reserve"] = (made_for.reserve, str(made_for.reserve))
     tokens = plan.global_batch * plan.seq_len / found["step_seconds"]
-    return Side(keys, found["step_seconds"], found["breakdown"], max(program.memory_bytes), found["fits"], tokens)
+    most, assumed = max(program.memory_bytes), assumed_speeds(made_for.cluster, plan.precision, None)
+    return Side(keys, found["step_seconds"], found["breakdown"], most, found["fits"], tokens, tuple(assumed))
 
 
 def _plain(spec: Spec, names: set[str]) -> dict[str, tuple[object, str]]:

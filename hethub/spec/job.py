@@ -179,7 +179,7 @@ class ConstraintsSpec(Spec):
     max_micro_batch: Count | None = None  # the most samples that the planner may choose; null: what memory allows
     schedule: ScheduleName | None = None  # of the pipeline; null: the planner weighs all (docs/plans.md)
     recompute: Literal["none", "selective", "full"] | None = None  # of activations in the backward
-    # 0: every replica holds all state; 1, 2, 3 cut optimizer state, gradients, weights; null: weighed stage by stage.
+    # 0: a stage's replicas lie on one island and hold all state; 1, 2, 3 cut optimizer state, gradients, weights; null: weighed by stage.
     zero: Annotated[int, Field(ge=0, le=3)] | None = None
     reserve: Annotated[float, Field(ge=0, lt=1)] = 0.06  # of an accelerator's memory, kept free
     forbid: tuple[tuple[str, str], ...] = ()  # pairs of accelerators or vendors that no stage may hold together

@@ -220,8 +220,10 @@ def test_one_node_more_is_never_slower_since_it_can_stay_unused(capsys: pytest.C
     additions, left_out = rank_additions(CATALOGUE, lambda on: SimpleNamespace(tokens_per_second=9e6 / on.size), have)
     assert [addition.gained_tokens_per_second for addition in additions] == [0.0, 0.0]
     assert {addition.tokens_per_second for addition in additions} == {9e6 / 32}
-    print_additions(additions, left_out, CATALOGUE)
-    assert "faster with one fast or slow more" in " ".join(capsys.readouterr().out.split())
+    print_additions(additions, left_out, CATALOGUE, ["CPU-core"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "faster with one fast or slow more" in said
+    assert "the speed of CPU-core is assumed" in said
 
 
 def test_frontier_has_no_beaten_option() -> None:

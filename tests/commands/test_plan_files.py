@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from hethub import __version__
 from hethub.cli import run
 from hethub.report.diff import describe_replicas, describe_stage, diff, side_of_layout
 from hethub.runtime.run_folder import RunFolder
@@ -41,6 +42,57 @@ def test_a_plan_made_with_set_is_predicted_drawn_and_compared_from_its_file_alon
     capsys.readouterr()
     assert "faster" in (elsewhere / "report.html").read_text()
     assert answer(capsys, "diff", "plan.yaml", "plan.yaml")["differences"] == []
+
+
+def test_what_was_measured_counts_for_plans_that_are_drawn_and_compared_too(tmp_path, capsys, monkeypatch):
+    """By estimates a pipeline was called slower that a slow link, which was measured, made 18 times as fast."""
+    monkeypatch.chdir(tmp_path)
+    job = write_job(tmp_path)
+    layer = {"micro_batch": 1, "seq_len": 32, "tp": 1, "forward_seconds": 0.1, "backward_seconds": 0.2}
+    device = {"accelerator": "CPU-core", "precision": "fp32", "layers": [layer]}
+    measured = {"date": "2026-01-01", "hethub": __version__, "software": "test", "model": MODEL, "devices": [device]}
+    (tmp_path / "measured.json").write_text(json.dumps(measured))
+    other = write_yaml(tmp_path / "other.yaml", plan(schedule="gpipe"))
+    by_estimates, by_profile = (
+        [answer(capsys, "predict", job, "--plan", file, *given)["step_seconds"] for file in ("plan.yaml", other)]
+        for given in ((), ("--profile", "measured.json"))
+    )
+    assert by_profile[0] > 2 * by_estimates[0]
+    with_profile = write_yaml(
+        tmp_path / "measured.yaml", {**yaml.safe_load(job.read_text()), "profile": "measured.json"}
+    )
+    for given in (
+        ("--job", with_profile),
+        ("--job", job, "--profile", "measured.json"),
+        ("--profile", "measured.json"),
+    ):
+        compared = answer(capsys, "diff", "plan.yaml", other, *given)
+        assert compared["step_seconds"] == by_profile
+        assert compared["assumed_speeds"] == []
+        assert run(["report", "plan.yaml", "--out", "report.html", *map(str, given)]) == 0
+        capsys.readouterr()
+        assert f"{by_profile[0]:.4g} s (80 %" in (tmp_path / "report.html").read_text()
+    compared = answer(capsys, "diff", "plan.yaml", other, "--job", job)
+    assert (compared["step_seconds"], compared["assumed_speeds"]) == (by_estimates, ["CPU-core"])
+    assert run(["diff", "plan.yaml", str(other), "--job", str(job)]) == 0
+    assert "the speed of CPU-core is assumed" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["diff", "plan.yaml", "plan.yaml", "--calibrate", "c.csv"], "--calibrate c.csv: it needs the plans' job file"),
+        (["diff", "hap.yaml", "plan.yaml", "--profile", "p.json"], "--profile and --calibrate are for plans of layers"),
+        (["report", "hap.yaml", "--calibrate", "c.csv"], "--profile and --calibrate are for plans of layers"),
+        (["report", ".", "--profile", "p.json"], "--profile p.json: it goes with a plan file"),
+    ],
+)
+def test_measurements_that_nothing_can_be_made_of_are_refused(given, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_job(tmp_path)
+    write_yaml(tmp_path / "hap.yaml", program_plan())
+    assert run(given) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_plan_says_that_it_leaves_the_jobs_plan_file_aside(tmp_path, capsys):

@@ -84,6 +84,7 @@ def test_constraints_are_kept(constraints, check):
         ({"micro_batch": 4, "max_micro_batch": 2}, "micro_batch: 4 contradicts max_micro_batch: 2"),
         ({"micro_batch": 32}, "micro_batch: 32 contradicts global_batch 16"),
         ({"micro_batch": 8, "dp": 4}, "micro_batch: 8 with dp: 4 contradicts global_batch 16"),
+        ({"schedule": "ministages", "pp": 4}, r"schedule: ministages with pp: 4 .* contradicts the 6 layers"),
         ({"schedule": "zero_bubble", "recompute": "full"}, "schedule: zero_bubble contradicts recompute: full"),
         ({"forbid": [("amd", "nvida")]}, "forbid names 'nvida'.*did you mean 'nvidia'"),
     ],
@@ -91,6 +92,12 @@ def test_constraints_are_kept(constraints, check):
 def test_contradictions_are_named_in_pairs(constraints, words):
     with pytest.raises(BadInput, match=words):
         plan(TINY, MIXED, (16, 64, "fp32"), ConstraintsSpec(**constraints))
+
+
+def test_replicas_that_zero_0_keeps_on_an_island_are_told():
+    with pytest.raises(BadInput, match=r"with zero: 0 all replicas of a stage lie on one maker's island"):
+        plan(TINY, MIXED, (16, 64, "fp32"), ConstraintsSpec(zero=0, dp=4))
+    assert plan(TINY, MIXED, (16, 64, "fp32"), ConstraintsSpec(zero=1, dp=4), with_bounds=False).prediction.fits
 
 
 def test_kinds_may_be_forbidden_by_name_too():

@@ -15,13 +15,7 @@ from hethub.planner.search.auto import thriftiest
 from hethub.planner.search.left_out import fewer_device_types
 from hethub.predictor.memory.ranks import overfull_hosts
 from hethub.spec.job import ConstraintsSpec
-from hethub.spec.plan import ScheduleName
 
-_USUAL_NEEDS = "every accelerator needs a layer and a sample"
-_NEEDS: dict[ScheduleName | None, str] = {
-    "interleaved": "every stage needs two layers or more, a chunk each, and every accelerator a sample",
-    "ministages": "a stage needs four layers or more, a chunk each, and every accelerator a sample",
-}
 TRIED = 12  # cuts of a changed question that are evaluated
 
 
@@ -44,7 +38,7 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
     if closest is None:
         return (
             f"strategy '{strategy}' has no plan for cluster '{problem.cluster.name}' ({problem.size} accelerators) and global_batch "
-            f"{problem.batch.global_batch} {_constraints(problem)}: {_NEEDS.get(problem.constraints.schedule, _USUAL_NEEDS)}. Raise "
+            f"{problem.batch.global_batch} {_constraints(problem)}: {_needs(problem)}. Raise "
             "global_batch, use fewer accelerators, relax the constraints or choose another strategy."
         )
     reserve = problem.constraints.reserve
@@ -80,6 +74,17 @@ def _listed(missing: Iterable[tuple[str, int]]) -> str:
     return "; ".join(
         f"{len(own)} {name} by up to {max(own):,} bytes ({max(own) / 2**30:.2f} GiB)" for name, own in by_name.items()
     )
+
+
+def _needs(problem: Problem) -> str:
+    """What every plan of such a question has."""
+    given, makers = problem.constraints, {each.island for each in problem.device_types}
+    needs = "every accelerator needs a layer and a sample"
+    if given.schedule in ("interleaved", "ministages"):
+        needs = "every stage needs two layers or more, a chunk each, and every accelerator a sample"
+    if given.zero == 0 and len(makers) > 1:
+        needs += ", and with zero: 0 all replicas of a stage lie on one maker's island (with zero: 1 they need not)"
+    return needs
 
 
 def _constraints(problem: Problem) -> str:

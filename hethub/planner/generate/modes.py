@@ -117,18 +117,18 @@ def rungs(problem: Problem) -> list[Rung]:
 def patterns(problem: Problem, candidate: Candidate) -> list[Pattern]:
     """The schedules of a candidate's stages, interleaved with every number of chunks that cuts all of them evenly: in one
     stage of several replicas too, where buckets of gradients that end with a chunk leave less to be summed behind the last
-    backward. Layer by layer only one stage makes sense: others would wait for all layers but their own."""
+    backward. Layer by layer only one stage makes sense, unless it is asked for: others would wait for all layers but their
+    own."""
     layers, several = [stage.layers for stage in candidate.stages], len(candidate.stages) > 1
     asked, turns = len(problem.schedules) == 1, several or candidate.stages[0].replicas > 1
     found = []
     for schedule in problem.schedules:
         if schedule == "ministages" or (schedule == "interleaved" and (turns or asked)):
-            numbers = MINISTAGES if schedule == "ministages" else _even_chunks(layers) or UNEVEN
+            few = (2,) if asked and min(layers) < MINISTAGES[0] else MINISTAGES
+            numbers = few if schedule == "ministages" else _even_chunks(layers) or UNEVEN
             found += [Pattern(schedule, chunks) for chunks in numbers if chunks <= min(layers)]
-        elif several != (schedule == "layered"):
+        elif schedule == "1f1b" or asked or several != (schedule == "layered"):  # of one stage all but layered are 1f1b
             found.append(Pattern(schedule))
-        elif schedule == "1f1b" or (asked and schedule in ("gpipe", "zero_bubble")):
-            found.append(Pattern(schedule))  # of one stage the same
     return found
 
 

@@ -125,9 +125,9 @@ def _of_modes(problem: Problem) -> Iterator[Contradiction]:
     given = problem.constraints
     if given.schedule == "zero_bubble" and given.recompute == "full":
         yield ("schedule: zero_bubble", "recompute: full, which leaves no weights' gradients to put off")
-    if given.schedule == "interleaved" and problem.model.layers < 2 * (given.pp or 1):
+    if given.schedule in ("interleaved", "ministages") and problem.model.layers < 2 * (given.pp or 1):
         stages = f" with pp: {given.pp}" if given.pp else ""
         yield (
-            f"schedule: interleaved{stages} (two chunks of layers or more in every stage)",
+            f"schedule: {given.schedule}{stages} (two chunks of layers or more in every stage)",
             f"the {problem.model.layers} layers of '{problem.model.name}'",
         )

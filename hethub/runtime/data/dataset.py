@@ -162,12 +162,14 @@ class Dataset:
         return tuple(stream.fingerprint() for stream in self.streams)
 
     def changed(self, saved: Sequence[str] | None) -> str:
-        """The streams that have other fingerprints than a checkpoint has `saved`, by name; all where they are not as many."""
-        before = saved if saved is not None and len(saved) == len(self.streams) else [""] * len(self.streams)
-        found = [
-            own.name for own, *pair in zip(self.streams, before, self.fingerprints, strict=True) if pair[0] != pair[1]
-        ]
-        return " and ".join(found)
+        """The streams that have other fingerprints than a checkpoint has `saved`, by name; all where it has none. What
+        has become of them where they are not as many, or in another order."""
+        before, now = saved or [""] * len(self.streams), self.fingerprints
+        if len(before) != len(now):
+            return f"{len(before)} sources where the job names {len(now)}:"
+        if sorted(before) == sorted(now):
+            return "the same sources in another order:"
+        return " and ".join(own.name for own, was, is_ in zip(self.streams, before, now, strict=True) if was != is_)
 
     def is_of(self, fingerprint: str) -> bool:
         """Whether a checkpoint's fingerprint, perhaps one of an earlier version, is this data's."""

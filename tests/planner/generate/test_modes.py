@@ -29,3 +29,21 @@ def test_one_stage_is_interleaved_where_replicas_sum_gradients(
     """Of one replica it is 1F1B with more to keep."""
     candidate = Candidate((CandidateStage(6, (ALONE._replace(number=replicas),)),))
     assert {own.chunks for own in patterns(mixed(**given), candidate) if own.schedule == "interleaved"} == chunks
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layers", "chunks"),
+    [
+        ("layered", (6, 6), {1}),
+        ("ministages", (3, 2), {2}),
+        ("ministages", (20, 16), {4, 16}),
+        ("ministages", (3, 1), set()),
+    ],
+)
+def test_what_is_asked_for_is_looked_at_where_nobody_else_would(
+    schedule: str, layers: tuple[int, int], chunks: set[int]
+) -> None:
+    """`layered` over several stages was said to need more samples, as were stages of less than four layers."""
+    candidate = Candidate(tuple(CandidateStage(own, (ALONE,)) for own in layers))
+    assert {own.chunks for own in patterns(mixed(schedule=schedule), candidate)} == chunks
+    assert not any(own.chunks in chunks for own in patterns(mixed(), candidate) if own.schedule == "layered")

@@ -269,6 +269,12 @@ def test_the_source_that_has_changed_since_a_checkpoint_is_named(tmp_path: Path)
         restored(now, before.fingerprint, before.fingerprints)
     with pytest.raises(BadInput, match=r"trained with tokens of [^ ]*/a\.txt and [^ ]*/b\.txt [0-9a-f]+, the job has"):
         restored(now, before.fingerprint)  # of a checkpoint from before that was kept
+    mixture = mixture.model_copy(update={"sources": mixture.sources[::-1]})
+    with pytest.raises(BadInput, match=r"tokens of the same sources in another order: [0-9a-f]+, the job has"):
+        restored(of("more text"), before.fingerprint, before.fingerprints)
+    mixture = DataSpec.model_validate({"sources": sources[:1]})
+    with pytest.raises(BadInput, match=r"tokens of 2 sources where the job names 1: [0-9a-f]+, the job has"):
+        restored(of("more text"), before.fingerprint, before.fingerprints)
 
 
 @pytest.mark.slow
