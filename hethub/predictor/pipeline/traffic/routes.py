@@ -89,20 +89,23 @@ class Routes:
 
     @cached_property
     def alike(self) -> dict[Pair, Pair]:
-        """By pair, the first of those between the same machines that are as busy: where stages cut the samples alike, one
-        stands for all."""
-        places, first = self.layout.cluster.places, dict[object, Pair]()
-        found = {}
-        for key in self.samples:
-            boundary, one, other = key
-            sort: object = key
-            if one == other:
-                above, below = (self.layout.stages[stage].replicas[one] for stage in self.stages[boundary])
-                machines = (places[above.ranks[0]].machine, places[below.ranks[0]].machine)
-                joined = self.network.joined((above.ranks[0], below.ranks[0]))
-                sort = (boundary, *machines, joined, self.samples[key], above.micro_batch, above.tp, below.tp)
-            found[key] = first.setdefault(sort, key)
-        return found
+        """By pair, the one that stands for it. Replicas of one number that talk to nobody else are a chain through the stages:
+        of those on the same machines that are as busy the first stands for all."""
+        crossing = {end for _, *ends in self.samples if ends[0] != ends[1] for end in ends}
+        chains = {one: self._chain(one) for _, one, other in self.samples if one == other and one not in crossing}
+        first: dict[object, int] = {}
+        like = {replica: first.setdefault(chain, replica) for replica, chain in chains.items()}
+        return {(at, one, other): (at, like.get(one, one), like.get(other, other)) for at, one, other in self.samples}
+
+    def _chain(self, number: int) -> tuple[object, ...]:
+        """What the flows between the replicas of this number depend on, boundary after boundary."""
+        places, found = self.layout.cluster.places, list[object]()
+        for boundary in self.boundaries:
+            above, below = (self.layout.stages[stage].replicas[number] for stage in self.stages[boundary])
+            ends, samples = (above.ranks[0], below.ranks[0]), self.samples[boundary, number, number]
+            machines = [places[rank].machine for rank in ends]
+            found.append((*machines, self.network.joined(ends), samples, above.micro_batch, above.tp, below.tp))
+        return tuple(found)
 
     @cached_property
     def flows(self) -> dict[Pair, tuple[Flow, Flow]]:
