@@ -91,8 +91,8 @@ class Routes:
     def alike(self) -> dict[Pair, Pair]:
         """By pair, the one that stands for it. Replicas of one number that talk to nobody else are a chain through the stages:
         of those on the same machines that are as busy the first stands for all."""
-        crossing = {end for _, *ends in self.samples if ends[0] != ends[1] for end in ends}
-        chains = {one: self._chain(one) for _, one, other in self.samples if one == other and one not in crossing}
+        with_others = {end for _, *ends in self.samples if ends[0] != ends[1] for end in ends}
+        chains = {one: self._chain(one) for _, one, other in self.samples if one == other and one not in with_others}
         first: dict[object, int] = {}
         like = {replica: first.setdefault(chain, replica) for replica, chain in chains.items()}
         return {(at, one, other): (at, like.get(one, one), like.get(other, other)) for at, one, other in self.samples}
