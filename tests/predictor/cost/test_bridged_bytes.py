@@ -134,3 +134,31 @@ def test_what_islands_exchange_passes_the_racks_and_regions_between_them() -> No
             for sharing in (1, 8):
                 found = slow.reduce_scatter(group, 8e9, sharing, operation)
                 assert found == pytest.approx(sharing * seconds, rel=0.01)
+
+
+def test_a_host_limits_what_its_ranks_stage_of_a_sum() -> None:
+    """Of 8 + 8 ranks each island tells and hears half, all of it through one host of 4 GB/s; of 16 groups only as many share
+    it as there are accelerators."""
+    links = {"staging": {"gbytes_per_second": 1e3, "per_host_gbytes_per_second": 4}}
+    found = Network(ClusterSpec.model_validate({**network((8, 8)).cluster.to_dict(), "links": links}))
+    every, pair = found.group(range(16)), found.group([0, 8])
+    assert found.reduce_scatter(every, 8e10) == pytest.approx(0.5 * 8e10 / 4e9, rel=1e-3)
+    assert found.reduce_scatter(pair, 8e10, 8) == pytest.approx(8 * 0.5 * 8e10 / 4e9, rel=1e-3)
+    assert found.reduce_scatter(pair, 8e10, 16) == found.reduce_scatter(pair, 8e10, 8)
+    carried = found.ring_bytes(every, 8e10, "reduce_scatter")
+    assert {on.kind for on in carried} == {"cards", "host"}
+    assert set(carried.values()) == {0.5 * 8e10}
+
+
+def test_an_islands_ring_goes_as_its_group_is_linked() -> None:
+    """Two neighbours of an A6000's bridge have NVLink, two others PCIe alone, whoever is on the other island."""
+    nodes = [
+        {"name": name, "accelerator": name, "accelerators": 4, "nics": 8, "gbps_per_nic": 1e5}
+        for name in ("RTX-A6000", "MI250X-GCD")
+    ]
+    links = {"staging": {"gbytes_per_second": 1e4}}
+    found = Network(ClusterSpec.model_validate({"name": "pairs", "nodes": nodes, "links": links}))
+    on_bridge, over_host = (found.reduce_scatter(found.group(ranks), 1e11) for ranks in ([0, 1, 4], [0, 2, 4]))
+    pcie = 0.5 * 1e11 / (32e9 * found.fit["pcie_fraction"])  # fourth generation
+    assert over_host == pytest.approx(pcie, rel=1e-3)
+    assert on_bridge < 0.3 * over_host
