@@ -330,6 +330,9 @@ class Network:
                     if links.staging.per_host_gbytes_per_second is not None:
                         found[Resource("host", machine, way)] = here * part
             found |= {on: num_bytes * part for on, part in self.between.of_exchange(group, operation).items()}
+            for inside in self._by_island(group):
+                for resource, carried in self.ring_bytes(inside, num_bytes, operation).items():
+                    found[resource] = found.get(resource, 0.0) + carried
         elif len(group.machines) > 1:
             ring = num_bytes * (group.size - 1) / group.size
             found = {Resource("cards", machine, way): ring for machine, _ in group.machines for way in (OUT, IN)}
@@ -367,6 +370,8 @@ class Network:
         island_bytes = {island: num_bytes * max(group.exchanged(operation, island)) for island, _ in group.islands}
         most = max(num_bytes * group.of_ranks(island) for island, num_bytes in island_bytes.items())
         seconds = [most / max(least, self.staging_rate)]
+        rings = [ring for ring in self._by_island(group) if len(ring.machines) > 1]  # which take the same cards
+        inside = {ring.islands[0][0]: (ring.size - 1) / ring.size for ring in rings}
         for machine, count in group.machines:
             node = self.machines[machine]
             island = node.device.vendor
@@ -376,6 +381,7 @@ class Network:
             if links.between_islands.gbps_per_node is not None:
                 seconds.append(here / max(least, self.rate(Resource("bridge", machine))))
             elif self._has_cards(node, group):
+                here += num_bytes * inside.get(island, 0.0) * min(sharing, node.accelerators)
                 seconds.append(here / max(least, self._cards(node)))
         return max(*seconds, num_bytes * sharing * self._beyond_machines(group, operation))
 

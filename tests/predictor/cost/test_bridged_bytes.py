@@ -162,3 +162,20 @@ def test_an_islands_ring_goes_as_its_group_is_linked() -> None:
     pcie = 0.5 * 1e11 / (32e9 * found.fit["pcie_fraction"])  # fourth generation
     assert over_host == pytest.approx(pcie, rel=1e-3)
     assert on_bridge < 0.3 * over_host
+
+
+def test_rings_inside_islands_share_the_cards_with_what_islands_exchange() -> None:
+    """Two ranks of each of two makers, every one on a machine of its own: of a sum half of the bytes go round the island's ring, and a
+    quarter to the other island, both over the machine's card. The longer of the two was what a sum took."""
+    nodes = [
+        {"name": name, "accelerator": name, "count": 2, "accelerators": 1, "gbps_per_nic": 10} for name in MAKERS[:2]
+    ]
+    links = {"staging": {"gbytes_per_second": 1e3}}
+    found = Network(ClusterSpec.model_validate({"name": "cards", "nodes": nodes, "links": links}))
+    group = found.group(range(4))
+    for way in (OUT, IN):
+        assert found.ring_bytes(group, 8e9, "reduce_scatter")[Resource("cards", 0, way)] == 0.75 * 8e9
+    assert found.reduce_scatter(group, 8e9) == pytest.approx(0.75 * 8e9 / found.rate(Resource("cards", 0)), rel=1e-3)
+    apart = {**links, "between_islands": {"gbps_per_node": 10}}
+    found = Network(ClusterSpec.model_validate({"name": "bridge", "nodes": nodes, "links": apart}))
+    assert found.reduce_scatter(group, 8e9) == pytest.approx(0.5 * 8e9 / found.rate(Resource("cards", 0)), rel=1e-3)

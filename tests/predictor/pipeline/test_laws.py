@@ -227,6 +227,10 @@ def sent_bytes(layout: Layout) -> dict[tuple[str, Any], float]:
                     cross(rank, part)
                     if len(machines) > 1 and not own_bridge:
                         found["cards", places[rank].machine] += part
+                for island, size in islands.items():
+                    own = {places[rank].machine for rank in ranks if places[rank].island == island}
+                    for machine in own if len(own) > 1 else ():
+                        found["cards", machine] += num_bytes * (size - 1) / size
                 continue
             ring = num_bytes * (len(ranks) - 1) / len(ranks)
             for link in [("cards", m) for m in machines] if len(machines) > 1 else [("port", r) for r in ranks]:
