@@ -359,7 +359,7 @@ class PlanCosts:
     @cached_property
     def routes(self) -> Routes:
         """Which ways the plan's messages take. Kept with other figures, on which these do not depend."""
-        return Routes(self.layout, self.network, self._activation_bytes(1), self.software.interleave)
+        return Routes(self.layout, self.network, self._activation_bytes(1), self.software)
 
     @cached_property
     def loads(self) -> LinkLoads:

@@ -10,12 +10,15 @@ from hethub.predictor.cost.resources import Link
 from hethub.runtime.emulate.network import Transfer
 from hethub.spec.cluster import ClusterSpec
 
+_OF_RANKS = ("rank", "staging")
+
 
 class ClusterNetwork:
     """A cluster's links as interfaces that messages take one after the other.
 
-    Per machine its network interfaces, per machine and per rank one way out and one way in: for the bridge, and for
-    the links inside the node. Collectives take all interfaces of their machines, messages one of each end.
+    Per machine its network interfaces, per machine and per rank one way out and one way in: for the bridge; for a rank's
+    staging, and for the links inside the node. Collectives take all interfaces of their machines and ranks, messages one of
+    each end: between islands the rank's staging where that is the slowest, else the machine's bridge.
     """
 
     def __init__(self, cluster: ClusterSpec, profile: ProfileSpec | None = None) -> None:
@@ -27,6 +30,7 @@ class ClusterNetwork:
             self._add("bridge", machine, 1)
         for place in self._places:
             self._add("rank", place.rank, 1)
+            self._add("staging", place.rank, 1)
 
     def _add(self, kind: str, owner: int, count: int) -> None:
         for direction in ("out", "in"):
@@ -39,8 +43,11 @@ class ClusterNetwork:
 
     def _on_its_way(self, source: int, target: int, num_bytes: int, link: Link) -> Transfer:
         a, b = self._places[source], self._places[target]
-        kind = "bridge" if a.island != b.island else "rank" if a.machine == b.machine else "nic"
-        ends = (source, target) if kind == "rank" else (a.machine, b.machine)
+        kind = "rank" if a.machine == b.machine else "nic"
+        if a.island != b.island:
+            staged = link.seconds_per_byte * self._network.staging_rate <= 1.0 + 1e-9
+            kind = "staging" if staged else "bridge"
+        ends = (source, target) if kind in _OF_RANKS else (a.machine, b.machine)
         interfaces = (self._slots[kind, ends[0], "out"], self._slots[kind, ends[1], "in"])
         return Transfer(num_bytes * link.seconds_per_byte, link.latency_seconds, interfaces)
 
@@ -56,7 +63,12 @@ class ClusterNetwork:
         whole = seconds(group, num_bytes) * (1.0 if is_even else UNEVEN)
         latency = min(whole, seconds(group, 1e-6))
         machines = [machine for machine, _ in group.machines]
-        kinds = {"bridge", "nic"} if len(group.islands) > 1 else {"nic"} if len(machines) > 1 else {"rank"}
-        owners = ranks if kinds == {"rank"} else machines
-        slots = [self._slots[kind, owner, way] for kind in kinds for owner in owners for way in ("out", "in")]
+        across = {"bridge", "staging", "nic"}
+        kinds = across if len(group.islands) > 1 else {"nic"} if len(machines) > 1 else {"rank"}
+        slots = [
+            self._slots[kind, owner, way]
+            for kind in kinds
+            for owner in (ranks if kind in _OF_RANKS else machines)
+            for way in ("out", "in")
+        ]
         return Transfer(whole - latency, latency, tuple((slot,) for own in slots for slot in own))

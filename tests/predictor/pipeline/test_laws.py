@@ -5,7 +5,6 @@ import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,7 +26,6 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.state import StateMap
 from hethub.spec.plan import PlanSpec, ScheduleName
-from hethub.spec.schedule.microbatches import overlaps
 from tests.predictor.plans import LLAMA_8B, cluster, under, uniform
 from tests.spec.random_plans import any_cases
 
@@ -198,17 +196,12 @@ def sent_bytes(layout: Layout) -> dict[tuple[str, Any], float]:
         if own_bridge:
             found["bridge", places[source].machine] += num_bytes
 
-    for above, below in pairwise(layout.model_chunks):
-        if above.stage == below.stage:
-            continue
-        cuts = [layout.microbatchings[chunk.stage] for chunk in (above, below)]
-        for a, b, samples in zip(*overlaps(*cuts), strict=True):
-            leaders = [
-                layout.replica(c.stage, cut.replicas[i]).ranks[0]
-                for c, cut, i in zip((above, below), cuts, (a, b), strict=True)
-            ]
-            for ends in (leaders, leaders[::-1]):
-                send(*ends, samples * layout.plan.seq_len * layout.model.hidden * width)
+    for boundary in layout.transfers:
+        for transfer in boundary:
+            one, other = layout.leader(transfer.source), layout.leader(transfer.target)
+            num_bytes = transfer.samples.size * layout.plan.seq_len * layout.model.hidden * width
+            send(one, other, num_bytes)
+            send(other, one, num_bytes)
     for bucket in StateMap(layout).buckets:
         stage = layout.stages[bucket.stage]
         rounds = layout.loads[bucket.stage][0].num_microbatches if layout.plan.runs_in_rounds(bucket.stage) else 1

@@ -68,9 +68,9 @@ class LinkLoads:
         return list(self.messages.values()), [self.both_ways[resource] for _, resource in self.messages]
 
     def paces(self, flow: Flow) -> tuple[float, float]:
-        """What a flow takes at least from one sample to the next, alone (one message has one interface) or with others: those
-        that go the same way, or both."""
-        (of_phase, of_all), least = self._by_number, self._alone(flow.ranks)
+        """What a flow takes at least from one sample to the next, alone (one message has one interface, and the next one
+        another where ranks take turns) or with others: those that go the same way, or both."""
+        (of_phase, of_all), least = self._by_number, self._alone(flow.ranks) / flow.turns
         one_way = max(max([of_phase[number] for number in flow.passed]) / flow.in_phase, least)
         if self.routes.layout.plan.schedule in ALL_IN_FLIGHT:  # there the two ways never meet
             return one_way, one_way

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.resources import OF_RANKS, Resource
+from hethub.predictor.cost.software import HETHUB, Software
 from hethub.spec.layout.bind import Layout
+from hethub.spec.plan import ReplicaSpec
 from hethub.spec.schedule.microbatches import sizes_of, stage_overlap
 
 
@@ -19,6 +21,7 @@ class Flow(NamedTuple):
     ranks: tuple[int, int]  # the leaders, or others between machines of the same kinds, where the way alone is as fast
     passed: list[int]  # what they pass, by its number in `Routes.passed`
     sender: tuple[int, int, int]  # the number of its model chunk, the way, and the replica
+    turns: int  # ranks of either end that send or receive one message after the other
     in_phase: int  # samples that the sender gives the receiver, over every boundary and either way
     in_all: int
 
@@ -31,10 +34,10 @@ class Routes:
     """The flows of a layout. Which links there are between two ranks, and so all here, is the same for clusters that differ
     in figures alone."""
 
-    def __init__(self, layout: Layout, network: Network, sample_bytes: float, repeats: int) -> None:
-        """`sample_bytes` are those of one sample's hidden states, `repeats` how often a chunk's boundary is crossed by
-        software that interleaves."""
-        self.layout, self.network, self.sample_bytes, self.repeats = layout, network, sample_bytes, repeats
+    def __init__(self, layout: Layout, network: Network, sample_bytes: float, software: Software) -> None:
+        """`sample_bytes` are those of one sample's hidden states."""
+        self.layout, self.network, self.sample_bytes = layout, network, sample_bytes
+        self.repeats = software.interleave  # how often a chunk's boundary is crossed
         self.stages = [(above.stage, below.stage) for above, below in pairwise(layout.model_chunks)]  # by boundary
         self.boundaries = [boundary for boundary, (above, below) in enumerate(self.stages) if above != below]
         self.leaving: defaultdict[int, list[int]] = defaultdict(list)  # by stage, the boundaries below it
@@ -43,6 +46,8 @@ class Routes:
             self.leaving[self.stages[boundary][0]].append(boundary)
             self._between[self.stages[boundary]].append(boundary)
         self.leaders = [[replica.ranks[0] for replica in stage.replicas] for stage in layout.stages]
+        turns = _turns if software.stack == HETHUB.stack else lambda _: _Turns(1, 1.0)
+        self._turns = [[turns(replica) for replica in stage.replicas] for stage in layout.stages]
         self.passed: dict[tuple[object, Resource], int] = {}  # numbers by phase and resource, as `flows` meet them
         self._like: dict[tuple[object, ...], tuple[int, int]] = {}
 
@@ -114,15 +119,16 @@ class Routes:
 
     def _flow(self, key: Pair, way: int) -> Flow:
         boundary, *replicas = key
-        leaders = [self.leaders[stage][own] for stage, own in zip(self.stages[boundary], replicas, strict=True)]
-        source, target = leaders[::-1] if way else leaders
+        ends = list(zip(self.stages[boundary], replicas, strict=True))
+        source, target = [self.leaders[stage][own] for stage, own in (ends[::-1] if way else ends)]
+        turns = min(self._turns[stage][own].ranks for stage, own in ends)
         a, b = self.layout.cluster.places[source], self.layout.cluster.places[target]
         nodes = (a.node.name, b.node.name, a.machine == b.machine, self.network.joined((source, target)))
         phase, resources = self._phase(boundary, way), self.network.path(source, target).resources
         passed = [self.passed.setdefault((phase, resource), len(self.passed)) for resource in resources]
         carried = [self._carried(key, way, during) for during in (phase, None)]
         sender = (boundary + way, way, replicas[way])
-        return Flow(self._like.setdefault(nodes, (source, target)), passed, sender, *carried)
+        return Flow(self._like.setdefault(nodes, (source, target)), passed, sender, turns, *carried)
 
     def _phase(self, boundary: int, way: int) -> object:
         chunk = self.layout.model_chunks[boundary + way].chunk
@@ -145,10 +151,30 @@ class Routes:
         as in `passed`, the bytes of each sort of messages."""
         flows = self.flows  # these number what they pass
         found: dict[tuple[object, Resource], list[float]] = {key: [] for key in self.passed}
-        numbered = [(resource.kind in OF_RANKS, own) for (_, resource), own in found.items()]
+        parts: dict[object, float] = {
+            rank: turns.first
+            for leaders, own in zip(self.leaders, self._turns, strict=True)
+            for rank, turns in zip(leaders, own, strict=True)
+        }
+        numbered = [(resource.kind in OF_RANKS, resource.owner, own) for (_, resource), own in found.items()]
         for key, count in Counter(self.alike.values()).items():
             num_bytes = self.samples[key] * self.repeats * self.sample_bytes
             for number in flows[key][0].passed + flows[key][1].passed:
-                is_of_rank, own = numbered[number]
-                own.append((1 if is_of_rank else count) * num_bytes)
+                is_of_rank, owner, own = numbered[number]
+                own.append((parts[owner] if is_of_rank else count) * num_bytes)
         return found
+
+
+class _Turns(NamedTuple):
+    """How many ranks of a replica send and receive in turn, microbatch after microbatch (`Layout.leader`), and the part of the
+    samples for which the first does: none has more."""
+
+    ranks: int
+    first: float
+
+
+def _turns(replica: ReplicaSpec) -> _Turns:
+    each, samples = replica.micro_batch, replica.samples
+    begins = range(0, samples, each * replica.tp)
+    first = sum(min(each, samples - begin) for begin in begins)
+    return _Turns(min(replica.tp, -(-samples // each)), first / samples)

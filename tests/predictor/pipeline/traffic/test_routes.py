@@ -1,6 +1,7 @@
 """What a plan's messages take of every rank's own staging, where replicas of one number seem alike and are not."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -160,6 +161,42 @@ def test_ways_alike_are_those_between_machines_of_one_kind(
 
 def test_what_interleaving_software_repeats_is_carried_as_often() -> None:
     found = loads(TWO, [[(0, 8)], [(2, 8)]]).routes
-    repeated = Routes(found.layout, found.network, SAMPLE_BYTES, 3)
+    repeated = Routes(found.layout, found.network, SAMPLE_BYTES, replace(HETHUB, interleave=3))
     assert [flow.in_phase for flow in repeated.flows[0, 0, 0]] == [24, 24]
     assert [flow.in_phase for flow in found.flows[0, 0, 0]] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("tp", "micro_batch", "samples", "part", "turns"),
+    [(1, 2, 8, 1.0, 1), (2, 2, 8, 1 / 2, 2), (2, 2, 6, 2 / 3, 2), (2, 4, 6, 4 / 6, 2), (2, 2, 5, 3 / 5, 2), (2, 8, 8, 1.0, 1)],
+)  # fmt: skip
+def test_the_ranks_of_a_replica_take_turns(tp: int, micro_batch: int, samples: int, part: float, turns: int) -> None:
+    """As the runtime's do (`Layout.leader`); all was counted for the first, and each message behind the one before."""
+    nodes = [{"name": a, "accelerator": a, "accelerators": tp} for a in ("A100-SXM4-80GB", "MI250X-GCD")]
+    links = {"staging": {"gbytes_per_second": STAGING / 1e9}, "between_islands": {"gbps_per_node": 10000}}
+    cluster = ClusterSpec.model_validate({"name": "turns", "nodes": nodes, "links": links})
+    stages = [
+        {
+            "layers": [[at, at + 1]],
+            "replicas": [{"ranks": [*range(at * tp, at * tp + tp)], "micro_batch": micro_batch, "samples": samples}],
+        }
+        for at in (0, 1)
+    ]
+    model = TINY.replace(layers=2)
+    plan = {
+        "model": TINY.name,
+        "cluster": "turns",
+        "global_batch": samples,
+        "seq_len": 256,
+        "precision": "bf16",
+        "stages": stages,
+    }
+    layout = bind(PlanSpec.model_validate(plan), model, cluster)
+    busiest = [microbatch for microbatch in layout.microbatches_of(0, 0) if layout.leader(microbatch) == 0]
+    assert sum(microbatch.samples.size for microbatch in busiest) == pytest.approx(part * samples)
+    for software, its_part, its_turns in ((HETHUB, part, turns), (replace(HETHUB, stack="another"), 1.0, 1)):
+        found = PlanCosts(layout, software, packaged()).loads
+        seconds = samples * SAMPLE_BYTES / STAGING
+        assert found.both_ways[Resource("staging", 0, OUT)] == pytest.approx(its_part * seconds)
+        (flow,) = [forward for forward, _ in found.routes.flows.values()]
+        assert found.paces(flow)[0] == pytest.approx(max(its_part, 1 / its_turns) * SAMPLE_BYTES / STAGING)
