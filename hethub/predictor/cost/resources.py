@@ -87,8 +87,12 @@ class BetweenMachines:
         return {(a.name, b.name): (a, b) for a, b in pairwise([*nodes, *nodes[:1]])}.values()
 
     def latency_of_ring(self, group: Group) -> float:
-        """Seconds between the two neighbours of a ring that are furthest apart."""
-        return max((sum(self.latencies(*pair)) for pair in self._ring(group)), default=0.0)
+        """Seconds that a part is under way between racks and regions: once from island to island, round a ring but for one
+        step, the shortest for what arrives last."""
+        found = [seconds for pair in self._ring(group) if (seconds := sum(self.latencies(*pair)))]
+        if len(group.islands) > 1:
+            return max(found, default=0.0)
+        return sum(found) - (min(found, default=0.0) if len(found) == group.size else 0.0)
 
     def of_ring(self, group: Group) -> set[Resource]:
         """What a ring passes: both directions are as full, so that one stands for them."""

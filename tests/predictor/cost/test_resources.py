@@ -111,6 +111,19 @@ def test_a_ring_pays_for_its_neighbours_that_are_furthest_apart() -> None:
     assert found.reduce_scatter(group, 1e9) - found.reduce_scatter(group, 1e-6) == pytest.approx(ring)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "seconds"), [([0, 8], 0.75), ([0, 1, 8], 0.5 + 0.75), ([0, 8, 16], 0.5 + 0.875), ([0, 8, 16, 17], 0.5 + 0.125 + 0.875)]
+)  # fmt: skip
+def test_a_part_crosses_all_of_a_ring_but_one_step(ranks: list[int], seconds: float) -> None:
+    """There 0.5 s, back 0.75, to or from a rack 0.125 more: with three ranks in two regions a part crosses both ways."""
+    regions = {"names": ["a", "b"], "of_node": {"n0": "a", "n1": "b", "n2": "b"}, "gbps": [[1e4, 1e4]] * 2,
+               "latency_seconds": [[0.0, 0.5], [0.75, 0.0]]}  # fmt: skip
+    racks = [{"name": "far", "nodes": ["n2"], "gbps": 1e4, "latency_seconds": 0.125}]
+    found, plain = network(A100, A100, A100, regions=regions, racks=racks), network(A100, A100, A100)
+    both = [own.reduce_scatter(own.group(ranks), 1e-6) for own in (found, plain)]
+    assert both[0] - both[1] == pytest.approx(seconds)
+
+
 def test_a_ring_takes_uplinks_and_cards_and_no_port() -> None:
     """Of four ranks on two machines three quarters of the bytes, out of each machine and in, and over the one rack."""
     found = network(A100, A100, racks=[{"name": "west", "nodes": ["n0"], "gbps": 10}])
