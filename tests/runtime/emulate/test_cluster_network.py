@@ -37,3 +37,17 @@ def test_what_ranks_own_unevenly_takes_longer_as_predicted(parts):
     assert way.hold_seconds + way.latency_seconds == pytest.approx(
         uneven * network._network.reduce_scatter(group, 10**7)
     )
+
+
+@pytest.mark.parametrize(("gbps", "shared"), [(1000, False), (1, True)])
+def test_ranks_of_a_machine_stage_side_by_side_and_share_a_slow_bridge(gbps, shared):
+    """They waited for each other whatever was slow. A collective between islands takes both from all."""
+    links = {"staging": {"gbytes_per_second": 1.0}, "between_islands": {"gbps_per_node": gbps}}
+    network = ClusterNetwork(ClusterSpec.model_validate({**EMULATED, "links": links}))
+
+    def taken(transfer):
+        return {slot for slots in transfer.interfaces for slot in slots}
+
+    one, other = taken(network.message(0, 2, 10**6)), taken(network.message(1, 3, 10**6))
+    assert bool(one & other) == shared
+    assert one | other <= taken(network.collective("all_reduce", [0, 1, 2, 3], 10**7))
