@@ -118,12 +118,6 @@ def measured_beside(options: argparse.Namespace) -> "ProfileSpec | None":
     return None if options.profile is None else load_profile(options.profile)
 
 
-def refuse_measurements_of_program(options: argparse.Namespace) -> None:
-    """Raises BadInput where --profile or --calibrate is given beside a program, which holds its own times."""
-    if options.profile is not None or options.calibrate is not None:
-        raise BadInput("--profile and --calibrate are for plans of layers; leave them out with strategy hap.")
-
-
 def refuse_profile_beside_calibrate(profile: Path | None, job: "Job") -> None:
     """Raises BadInput where a profile is given, on the command line or by the job."""
     if profile is not None or job.spec.profile is not None:

@@ -24,11 +24,16 @@ from hethub.commands.common import (
     print_json,
     processors,
     program_made_for,
-    refuse_measurements_of_program,
     refuse_overwriting,
     strategy_of,
 )
-from hethub.commands.program import is_program_job, plan_program_job, predict_program_alone, predict_program_job
+from hethub.commands.program import (
+    is_program_job,
+    plan_program_job,
+    predict_program_alone,
+    predict_program_job,
+    refuse_with_programs,
+)
 from hethub.spec.errors import BadInput, asked_by
 
 if TYPE_CHECKING:
@@ -288,17 +293,22 @@ def diff(options: argparse.Namespace) -> None:
     from hethub.spec.plan import load_plan
     from hethub.spec.program import is_program_plan, load_program_plan
 
-    def side(path: Path) -> Any:
-        if is_program_plan(path):
-            refuse_measurements_of_program(options)
+    files = (options.first, options.second)
+    programs = [is_program_plan(file) for file in files]
+    if any(programs):
+        refuse_with_programs(options, "profile", "calibrate")
+    profile = None if all(programs) else measured_beside(options)
+
+    def side(path: Path, is_program: bool) -> Any:
+        if is_program:
             program = load_program_plan(path)
             return side_of_program(program, program_made_for(program, path, options.job))
         plan = load_plan(path)
         job = made_for(plan, path, options.job)
         layout = bind_file(path, plan, job.model, job.cluster)
-        return side_of_layout(layout, job.compile, job.reserve, measured_beside(options))
+        return side_of_layout(layout, job.compile, job.reserve, profile)
 
-    result = compare(side(options.first), side(options.second))
+    result = compare(*map(side, files, programs))
     if options.json:
         print_json(result.to_dict())
     else:

@@ -45,10 +45,7 @@ def plan_program_job(options: argparse.Namespace, job: "Job") -> None:
     """`hethub plan` of a program; nothing is run, so no device is needed."""
     from hethub.spec.program import save_program_plan
 
-    if any((options.robust, options.alone, options.profile, options.calibrate)):
-        raise BadInput(
-            "--robust, --alone, --profile and --calibrate are for plans of layers; leave them out with strategy hap."
-        )
+    refuse_with_programs(options, "robust", "alone", "profile", "calibrate")
     plan, found = _planned(job, explain=options.explain)
     written = []
     if options.out is not None:
@@ -61,7 +58,7 @@ def predict_program_job(options: argparse.Namespace, job: "Job") -> None:
     """`hethub predict` of a program: of the plan file given, else of the best found."""
     from hethub.spec.program import load_program_plan
 
-    _check_options(options)
+    refuse_with_programs(options, *_NOT_PREDICTED)
     file = options.plan or job.plan_path
     if file is None:
         plan, found = _planned(job)
@@ -74,16 +71,19 @@ def predict_program_alone(options: argparse.Namespace) -> None:
     """`hethub predict` of a program's plan file, for what it was made for."""
     from hethub.spec.program import load_program_plan
 
-    _check_options(options)
+    refuse_with_programs(options, *_NOT_PREDICTED)
     plan = load_program_plan(options.job)
     _show(options, plan, program_made_for(plan, options.job, None), [], None)
 
 
-def _check_options(options: argparse.Namespace) -> None:
-    if any((options.trace, options.bounds, options.alone, options.profile, options.calibrate)):
-        raise BadInput(
-            "--trace, --bounds, --alone, --profile and --calibrate are for plans of layers; leave them out with strategy hap."
-        )
+_NOT_PREDICTED = ("trace", "bounds", "alone", "profile", "calibrate")
+
+
+def refuse_with_programs(options: argparse.Namespace, *names: str) -> None:
+    """Raises BadInput where one of these options is given, which plans of layers alone have: a program holds its own times."""
+    if any(getattr(options, name) for name in names):
+        *others, last = [f"--{name}" for name in names]
+        raise BadInput(f"{', '.join(others)} and {last} are for plans of layers; leave them out with strategy hap.")
 
 
 def _planned(job: "Job", *, explain: bool = False) -> "tuple[ProgramPlanSpec, dict[str, Any]]":

@@ -16,9 +16,9 @@ from hethub.commands.common import (
     path,
     print_json,
     program_made_for,
-    refuse_measurements_of_program,
     refuse_overwriting,
 )
+from hethub.commands.program import refuse_with_programs
 from hethub.spec.errors import BadInput
 
 
@@ -61,17 +61,16 @@ def report(options: argparse.Namespace) -> None:
     refuse_overwriting(options.out, options.job, options.profile, options.calibrate, *kept)
     if not options.what.exists():
         raise BadInput(f"{options.what}: there is no such run folder or plan file. Check the path.")
-    beside = {"--job": options.job, "--profile": options.profile, "--calibrate": options.calibrate}
-    for name, file in beside.items():
-        if options.what.is_dir() and file is not None:
+    for name in ("job", "profile", "calibrate"):
+        if options.what.is_dir() and (file := getattr(options, name)) is not None:
             raise BadInput(
-                f"{name} {file}: it goes with a plan file; the run folder {options.what} says what ran. Leave it out."
+                f"--{name} {file}: it goes with a plan file; the run folder {options.what} says what ran. Leave it out."
             )
     if options.what.is_dir():
         out = options.out or options.what / "report.html"
         (report_program_run if is_program_plan(options.what / "plan.yaml") else report_run)(options.what, out)
     elif is_program_plan(options.what):
-        refuse_measurements_of_program(options)
+        refuse_with_programs(options, "profile", "calibrate")
         program, out = load_program_plan(options.what), options.out or Path("report.html")
         made_for_program = program_made_for(program, options.what, options.job)
         write_program_page(program, made_for_program, out, f"plan {options.what.name}")

@@ -158,10 +158,8 @@ def side_of_layout(layout: Layout, compiles: bool | None, reserve: float, profil
     keys |= _described("model", model) | _described("cluster", layout.cluster)
     keys |= {"job.compile": (compiles, str(compiles)), "job.reserve": (reserve, str(reserve))}
     found = predict(layout, reserve=reserve, profile=profile, software=hethub_software(compiles))
-    most, assumed = (
-        max(entry.bytes for entry in found.memory),
-        assumed_speeds(layout.cluster, layout.plan.precision, profile),
-    )
+    most = max(entry.bytes for entry in found.memory)
+    assumed = assumed_speeds(layout.cluster, layout.plan.precision, profile)
     return Side(keys, found.step_seconds, found.breakdown, most, found.fits, found.tokens_per_second, tuple(assumed))
 
 

@@ -370,8 +370,8 @@ class Network:
         island_bytes = {island: num_bytes * max(group.exchanged(operation, island)) for island, _ in group.islands}
         most = max(num_bytes * group.of_ranks(island) for island, num_bytes in island_bytes.items())
         seconds = [most / max(least, self.staging_rate)]
-        rings = [ring for ring in self._by_island(group) if len(ring.machines) > 1]  # which take the same cards
-        inside = {ring.islands[0][0]: (ring.size - 1) / ring.size for ring in rings}
+        rings = [ring for ring, _ in self._rings(group, sharing, measured) if len(ring.machines) > 1]
+        inside = {ring.islands[0][0]: (ring.size - 1) / ring.size for ring in rings}  # which take the same cards
         for machine, count in group.machines:
             node = self.machines[machine]
             island = node.device.vendor
