@@ -2,10 +2,10 @@
 
 Random plans that nobody chose (any schedule, ZeRO level, tensor-parallel degrees, shares, recompute and offload; gradients
 clipped as by default) on random emulated clusters of two makers, with layers so small that latencies and updates count as
-much as compute, links that hide all, some or little of what goes over them, and heads smaller and larger than a layer.
-Seconds per layer and byte are the predictor's; order, waits and overlap are those of real ranks. Prints every plan's
-predicted and emulated step as it comes, then the errors of those whose pace these cores could keep. Exit
-code 1 where a bound is missed.
+much as compute, links and staging that hide all, some or little of what goes over them, and heads smaller and larger than
+a layer. Seconds per layer and byte are the predictor's; order, waits and overlap are those of real ranks. Prints every
+plan's predicted and emulated step as it comes, then the errors of those whose pace these cores could keep. Exit code 1
+where a bound is missed.
 """
 
 import argparse
@@ -76,7 +76,8 @@ def on_random_cluster(case: Case, draw: random.Random) -> Layout:
         ),
         stages=[{**stage, "layers": [[LAYERS * end for end in chunk] for chunk in stage["layers"]]} for stage in case.stages],
     ).layout()  # fmt: skip
-    cluster = ClusterSpec.model_validate({"name": own.cluster.name, "emulated": True, "nodes": nodes})
+    links = {"staging": {"gbytes_per_second": draw.choice([0.1, 1, None])}}  # null: the predictor's guess
+    cluster = ClusterSpec.model_validate({"name": own.cluster.name, "emulated": True, "nodes": nodes, "links": links})
     return bind(own.plan, own.model, cluster)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hethub.predictor.cost.constants import packaged
-from hethub.predictor.cost.groups import UNEVEN
+from hethub.predictor.cost.groups import UNEVEN, Operation
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.resources import Link
@@ -18,7 +18,8 @@ class ClusterNetwork:
 
     Per machine its network interfaces, per machine and per rank one way out and one way in: for the bridge; for a rank's
     staging, and for the links inside the node. Collectives take all interfaces of their machines and ranks, messages one of
-    each end: between islands the rank's staging where that is the slowest, else the machine's bridge.
+    each end. Between islands both take the ranks' staging alone where that is the slowest; else messages take the bridge,
+    and collectives all that is on their way.
     """
 
     def __init__(self, cluster: ClusterSpec, profile: ProfileSpec | None = None) -> None:
@@ -58,13 +59,17 @@ class ClusterNetwork:
         if name == "broadcast":
             return self._on_its_way(ranks[0], ranks[1], num_bytes, self._network.broadcast(tuple(ranks)))
         group = self._network.group(ranks, dict(zip(ranks, parts, strict=True)) if parts else None)
-        seconds = self._network.all_reduce if name.startswith("all_reduce") else self._network.reduce_scatter
+        operation: Operation = "all_reduce" if name.startswith("all_reduce") else "reduce_scatter"
         is_even = not parts or max(parts) - min(parts) < len(parts)  # but for what cannot be divided
-        whole = seconds(group, num_bytes) * (1.0 if is_even else UNEVEN)
-        latency = min(whole, seconds(group, 1e-6))
+        times = (2 if operation == "all_reduce" else 1) * (1.0 if is_even else UNEVEN)  # an all-reduce is two of them
+        whole = times * self._network.reduce_scatter(group, num_bytes, operation=operation)
+        latency = min(whole, times * self._network.reduce_scatter(group, 1e-6, operation=operation))
         machines = [machine for machine, _ in group.machines]
-        across = {"bridge", "staging", "nic"}
-        kinds = across if len(group.islands) > 1 else {"nic"} if len(machines) > 1 else {"rank"}
+        kinds = {"nic"} if len(machines) > 1 else {"rank"}
+        if len(group.islands) > 1:
+            most = max([max(group.exchanged(operation, own)) * group.of_ranks(own) for own, _ in group.islands])
+            staged = whole - latency <= (1.0 + 1e-9) * times * num_bytes * most / self._network.staging_rate
+            kinds = {"staging"} if staged else {"bridge", "staging", "nic"}
         slots = [
             self._slots[kind, owner, way]
             for kind in kinds

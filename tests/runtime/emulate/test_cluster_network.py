@@ -41,7 +41,8 @@ def test_what_ranks_own_unevenly_takes_longer_as_predicted(parts):
 
 @pytest.mark.parametrize(("gbps", "shared"), [(1000, False), (1, True)])
 def test_ranks_of_a_machine_stage_side_by_side_and_share_a_slow_bridge(gbps, shared):
-    """They waited for each other whatever was slow. A collective between islands takes both from all."""
+    """They waited for each other whatever was slow, and so did the collectives of pairs of them. One of all takes what
+    all of them take."""
     links = {"staging": {"gbytes_per_second": 1.0}, "between_islands": {"gbps_per_node": gbps}}
     network = ClusterNetwork(ClusterSpec.model_validate({**EMULATED, "links": links}))
 
@@ -50,4 +51,9 @@ def test_ranks_of_a_machine_stage_side_by_side_and_share_a_slow_bridge(gbps, sha
 
     one, other = taken(network.message(0, 2, 10**6)), taken(network.message(1, 3, 10**6))
     assert bool(one & other) == shared
+    for name, parts in (("all_reduce", ()), ("all_gather", (1, 1)), ("reduce_scatter_by_ranges", (400, 100))):
+        pair, beside = (taken(network.collective(name, ranks, 10**7, parts)) for ranks in ([0, 2], [1, 3]))
+        assert bool(pair & beside) == shared
+        assert one <= pair
+        assert other <= beside
     assert one | other <= taken(network.collective("all_reduce", [0, 1, 2, 3], 10**7))
