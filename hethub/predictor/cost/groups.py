@@ -18,15 +18,23 @@ class Exchanged(NamedTuple):
     received: float
 
 
+class Owned(NamedTuple):
+    """What a group's ranks own of what they sum or gather: fractions, in the group's order."""
+
+    by_island: tuple[float, ...]
+    by_machine: tuple[float, ...]
+    most: tuple[float, ...]  # of one rank of each machine
+
+
 @dataclass(frozen=True)
 class Group:
     """Where the ranks of a collective are: how many on each machine, and on each island; and of what they sum or gather
-    the part that each island's ranks own."""
+    the parts that they own."""
 
     size: int
     machines: tuple[tuple[int, int], ...]  # (machine, ranks of the group on it)
     islands: tuple[tuple[str, int], ...]
-    owned: tuple[float, ...] = ()  # fractions by island, in their order; empty: every rank as much
+    owned: Owned | None = None  # every rank as much
     joined: bool = True  # whether the link of each one's accelerator reaches the others on its machine
 
     @cached_property
@@ -37,36 +45,54 @@ class Group:
         """What all ranks of an island exchange with the others; of an all-reduce, half of it.
 
         As `hethub/communicator/bridge/routes.py` does it. Partials travel to who owns their sum: an island sends what others
-        own, and receives what it owns from every other one; a gather is the mirror image. An all-reduce cuts the data
-        into equal parts whatever ranks own.
+        own, in equal parts of its ranks, and each of these receives what it owns from every other island; a gather is the
+        mirror image. An all-reduce cuts the data into equal parts whatever ranks own.
         """
+        return self._exchanged(operation, island, 1.0, self._owned_by[island])
+
+    def exchanged_on(self, operation: Operation, island: str, machine: int) -> Exchanged:
+        """What its ranks on one machine exchange."""
+        ranks, owned = self._on[machine]
+        return self._exchanged(operation, island, ranks / self._ranks_of[island], owned)
+
+    def exchanged_at_most(self, operation: Operation, island: str, machine: int) -> Exchanged:
+        """What that rank of the machine exchanges which owns most."""
+        place = [own for own, _ in self.machines].index(machine)
+        return self._exchanged(operation, island, 1.0 / self._ranks_of[island], self._owned.most[place])
+
+    def _exchanged(self, operation: Operation, island: str, part: float, owned: float) -> Exchanged:
+        """What some of an island's ranks do that send a part of what it sends and own so much."""
         others = len(self.islands) - 1
         if operation == "all_reduce":
-            return Exchanged(others / (others + 1), others / (others + 1))
-        own = self._owned_by[island]
-        reduced = Exchanged(1.0 - own, others * own)
+            return Exchanged(*(part * others / (others + 1),) * 2)
+        reduced = Exchanged(part * (1.0 - self._owned_by[island]), others * owned)
         return reduced if operation == "reduce_scatter" else Exchanged(*reduced[::-1])
-
-    def of_ranks(self, island: str, ranks: int = 1) -> float:
-        """Of what an island exchanges, the part that so many of its ranks relay: equal parts."""
-        return ranks / self._ranks_of[island]
 
     def exchanged_between(
         self, operation: Operation, place_of: Mapping[int, tuple[str, str]]
     ) -> Counter[tuple[str, str]]:
         """What islands exchange by the places that it leaves and enters, as if every rank had a part for each of the
         others'; `place_of` tells a machine's island and place."""
-        ranks = Counter[tuple[str, str]]()
-        for machine, count in self.machines:
-            ranks[place_of[machine]] += count
+        relayed, owned = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for machine, (ranks, own) in self._on.items():
+            island, place = place_of[machine]
+            relayed[island, place] += ranks / self._ranks_of[island]  # type: ignore[assignment]
+            owned[island, place] += own  # type: ignore[assignment]
         found = Counter[tuple[str, str]]()
-        for (island, here), (other, there) in permutations(ranks, 2):
-            if island != other:
-                owner = {"reduce_scatter": other, "all_gather": island}.get(operation)
-                part = 1.0 / len(self.islands) if owner is None else self._owned_by[owner]
-                both = self.of_ranks(island, ranks[island, here]) * self.of_ranks(other, ranks[other, there])
-                found[here, there] += part * both  # type: ignore[assignment]
+        for here, there in permutations(relayed, 2):
+            if here[0] != there[0]:
+                sent = owned[here] if operation == "all_gather" else relayed[here]
+                received = owned[there] if operation == "reduce_scatter" else relayed[there]
+                equal = 1.0 / len(self.islands) if operation == "all_reduce" else 1.0
+                found[here[1], there[1]] += sent * received * equal  # type: ignore[assignment]
         return found
+
+    @cached_property
+    def _owned(self) -> Owned:
+        if self.owned is not None:
+            return self.owned
+        islands, machines = ([ranks / self.size for _, ranks in own] for own in (self.islands, self.machines))
+        return Owned(tuple(islands), tuple(machines), (1.0 / self.size,) * len(machines))
 
     @cached_property
     def _ranks_of(self) -> dict[str, int]:
@@ -74,5 +100,11 @@ class Group:
 
     @cached_property
     def _owned_by(self) -> dict[str, float]:
-        owned = self.owned or tuple(ranks / self.size for _, ranks in self.islands)
-        return {island: own for (island, _), own in zip(self.islands, owned, strict=True)}
+        return {island: own for (island, _), own in zip(self.islands, self._owned.by_island, strict=True)}
+
+    @cached_property
+    def _on(self) -> dict[int, tuple[int, float]]:
+        """By machine, its ranks and what they own."""
+        return {
+            machine: (ranks, own) for (machine, ranks), own in zip(self.machines, self._owned.by_machine, strict=True)
+        }

@@ -12,7 +12,7 @@ from math import log2
 
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import Constants, packaged
-from hethub.predictor.cost.groups import Group, Operation
+from hethub.predictor.cost.groups import Group, Operation, Owned
 from hethub.predictor.cost.node_links import NodeLinks
 from hethub.predictor.cost.profile import LinkTiming, ProfileSpec
 from hethub.predictor.cost.resources import IN, OF_RANKS, OUT, BetweenMachines, Link, Path, Resource, ends
@@ -39,13 +39,15 @@ class Network:
         """Where `ranks` are. Of what they step together, each owns a part as large as its share beside the others'."""
         machines = Counter(self.places[rank].machine for rank in ranks)
         islands = Counter(self.places[rank].island for rank in ranks)
-        owned: tuple[float, ...] = ()
-        if shares and len(islands) > 1:
-            by_island = dict.fromkeys(islands, 0.0)
+        owned = None
+        if shares and len(islands) > 1 and (whole := sum(shares[rank] for rank in ranks)):  # else they step nothing
+            by_island, by_machine, most = (dict.fromkeys(every, 0.0) for every in (islands, machines, machines))
             for rank in ranks:
-                by_island[self.places[rank].island] += shares[rank]
-            if whole := sum(by_island.values()):  # else they step nothing
-                owned = tuple(own / whole for own in by_island.values())
+                place, own = self.places[rank], shares[rank] / whole
+                by_island[place.island] += own
+                by_machine[place.machine] += own
+                most[place.machine] = max(most[place.machine], own)
+            owned = Owned(*(tuple(own.values()) for own in (by_island, by_machine, most)))
         return Group(len(ranks), tuple(machines.items()), tuple(islands.items()), owned, self.joined(ranks))
 
     def sharing(self, group: Group) -> int:
@@ -320,15 +322,14 @@ class Network:
         links = self.cluster.links
         if len(group.islands) > 1:
             wire = "bridge" if links.between_islands.gbps_per_node is not None else "cards"
-            exchanged = {island: group.exchanged(operation, island) for island, _ in group.islands}
-            for machine, count in group.machines:
+            for machine, _ in group.machines:
                 node = self.machines[machine]
-                here = num_bytes * group.of_ranks(node.device.vendor, count)
-                for way, part in zip((OUT, IN), exchanged[node.device.vendor], strict=True):
+                here = group.exchanged_on(operation, node.device.vendor, machine)
+                for way, part in zip((OUT, IN), here, strict=True):
                     if wire == "bridge" or self._has_cards(node, group):
-                        found[Resource(wire, machine, way)] = here * part
+                        found[Resource(wire, machine, way)] = num_bytes * part
                     if links.staging.per_host_gbytes_per_second is not None:
-                        found[Resource("host", machine, way)] = here * part
+                        found[Resource("host", machine, way)] = num_bytes * part
             found |= {on: num_bytes * part for on, part in self.between.of_exchange(group, operation).items()}
             for inside in self._by_island(group):
                 for resource, carried in self.ring_bytes(inside, num_bytes, operation).items():
@@ -340,11 +341,12 @@ class Network:
         return found
 
     def rank_bytes(self, group: Group, rank: int, own: Resource, num_bytes: float, operation: Operation) -> float:
-        """What a collective, of an all-reduce half of it, moves over a rank's own staging or port, in its direction."""
+        """What a collective, of an all-reduce half of it, moves over a rank's own staging or port, in its direction; of
+        the group's ranks on its machine as much as for that which owns most."""
         if len(group.islands) > 1:
-            island = self.places[rank].island
-            part = group.exchanged(operation, island)[own.way == IN] * group.of_ranks(island)
-            return num_bytes * part if own.kind == "staging" else 0.0
+            place = self.places[rank]
+            most = group.exchanged_at_most(operation, place.island, place.machine)
+            return num_bytes * most[own.way == IN] if own.kind == "staging" else 0.0
         return num_bytes * (group.size - 1) / group.size if own.kind == "port" and len(group.machines) == 1 else 0.0
 
     def _has_cards(self, node: NodeSpec, group: Group) -> bool:
@@ -367,15 +369,13 @@ class Network:
         them in chunks. Both directions go at once."""
         links = self.cluster.links
         least = 0.0 if measured is None else measured.gbytes_per_second * 1e9
-        island_bytes = {island: num_bytes * max(group.exchanged(operation, island)) for island, _ in group.islands}
-        most = max(num_bytes * group.of_ranks(island) for island, num_bytes in island_bytes.items())
-        seconds = [most / max(least, self.staging_rate)]
+        seconds = [num_bytes * self.staged_part(group, operation) / max(least, self.staging_rate)]
         rings = [ring for ring, _ in self._rings(group, sharing, measured) if len(ring.machines) > 1]
         inside = {ring.islands[0][0]: (ring.size - 1) / ring.size for ring in rings}  # which take the same cards
-        for machine, count in group.machines:
+        for machine, _ in group.machines:
             node = self.machines[machine]
             island = node.device.vendor
-            here = island_bytes[island] * group.of_ranks(island, count) * min(sharing, node.accelerators)
+            here = num_bytes * max(group.exchanged_on(operation, island, machine)) * min(sharing, node.accelerators)
             if links.staging.per_host_gbytes_per_second is not None:
                 seconds.append(here / max(least, self.rate(Resource("host", machine))))
             if links.between_islands.gbps_per_node is not None:
@@ -384,6 +384,11 @@ class Network:
                 here += num_bytes * inside.get(island, 0.0) * min(sharing, node.accelerators)
                 seconds.append(here / max(least, self._cards(node)))
         return max(*seconds, num_bytes * sharing * self._beyond_machines(group, operation))
+
+    def staged_part(self, group: Group, operation: Operation) -> float:
+        """What of a collective's bytes islands exchange over the staging of the rank that has most."""
+        vendors = [(self.machines[machine].device.vendor, machine) for machine, _ in group.machines]
+        return max([max(group.exchanged_at_most(operation, *place)) for place in vendors])
 
     @memoized
     def _beyond_machines(self, group: Group, operation: Operation) -> float:

@@ -67,8 +67,8 @@ class ClusterNetwork:
         machines = [machine for machine, _ in group.machines]
         kinds = {"nic"} if len(machines) > 1 else {"rank"}
         if len(group.islands) > 1:
-            most = max([max(group.exchanged(operation, own)) * group.of_ranks(own) for own, _ in group.islands])
-            staged = whole - latency <= (1.0 + 1e-9) * times * num_bytes * most / self._network.staging_rate
+            most = times * num_bytes * self._network.staged_part(group, operation)
+            staged = whole - latency <= (1.0 + 1e-9) * most / self._network.staging_rate
             kinds = {"staging"} if staged else {"bridge", "staging", "nic"}
         slots = [
             self._slots[kind, owner, way]

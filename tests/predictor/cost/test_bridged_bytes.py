@@ -1,6 +1,6 @@
 """What islands exchange is priced as the runtime's routes send it, whatever their sizes, their number and the state shares."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -20,16 +20,15 @@ def islands_of(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def exchanged(islands: list[tuple[int, ...]], ranges: list[Range], operation: Operation) -> list[Exchanged]:
-    """By island, elements over the bridge that the runtime's routes name; of an all-reduce both halves."""
+    """By rank, elements over the bridge that the runtime's routes name; of an all-reduce both halves."""
     whole, found = Range(0, ranges[-1].stop), []
-    for island in islands:
+    for rank, island in [(rank, own) for own in islands for rank in own]:
         sent = received = 0
-        for rank in island:
-            if operation == "all_gather":
-                gather = gather_route(islands, ranges, rank)
-                sent += sum(piece.size for reader, piece in gather.sent if reader not in island)
-                received += sum(piece.size for owner, piece in gather.expected if owner not in island)
-                continue
+        if operation == "all_gather":
+            gather = gather_route(islands, ranges, rank)
+            sent += sum(piece.size for reader, piece in gather.sent if reader not in island)
+            received += sum(piece.size for owner, piece in gather.expected if owner not in island)
+        else:
             if operation == "all_reduce":
                 route = all_reduce_route(islands, island_parts(islands, whole), rank)
                 sent += sum(total.piece.size * len(total.readers) for total in route.totals)
@@ -40,6 +39,10 @@ def exchanged(islands: list[tuple[int, ...]], ranges: list[Range], operation: Op
             received += sum(piece.size for _, piece in route.expected)
         found.append(Exchanged(sent / whole.size, received / whole.size))
     return found
+
+
+def together(ranks: Iterable[Exchanged]) -> Exchanged:
+    return Exchanged(*map(sum, zip(*ranks, strict=True)))
 
 
 def network(sizes: Sequence[int]) -> Network:
@@ -58,9 +61,9 @@ def test_islands_exchange_what_the_routes_send(sizes: tuple[int, ...], operation
     islands, found = islands_of(sizes), network(sizes)
     group = found.group(range(sum(sizes)))
     routed = exchanged(islands, split(840 * group.size, group.size), operation)
-    for (island, _), own in zip(group.islands, routed, strict=True):
+    for (island, _), ranks in zip(group.islands, islands, strict=True):
         halves = 2 if operation == "all_reduce" else 1
-        priced = group.exchanged(operation, island)
+        own, priced = together(routed[rank] for rank in ranks), group.exchanged(operation, island)
         assert halves * priced.sent == pytest.approx(own.sent, rel=1e-2)
         assert halves * priced.received == pytest.approx(own.received, rel=1e-2)
 
@@ -85,9 +88,36 @@ def test_named_state_shares_move_what_islands_exchange() -> None:
     found = network((8, 2))
     group = found.group(range(10), {**dict.fromkeys(range(8), 0.98 / 8), 8: 0.01, 9: 0.01})
     ranges = from_sizes([12250] * 8 + [1000] * 2)
-    own = exchanged(islands_of((8, 2)), ranges, "reduce_scatter")
-    for (island, _), routed in zip(group.islands, own, strict=True):
-        assert group.exchanged("reduce_scatter", island) == pytest.approx(routed, rel=1e-3)
+    islands = islands_of((8, 2))
+    routed = exchanged(islands, ranges, "reduce_scatter")
+    for (island, _), ranks in zip(group.islands, islands, strict=True):
+        own = together(routed[rank] for rank in ranks)
+        assert group.exchanged("reduce_scatter", island) == pytest.approx(own, rel=1e-3)
+
+
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("sizes", [(16, 8), (16, 8, 8)], ids=str)
+def test_ranks_that_own_more_than_their_islands_others_exchange_more(
+    sizes: tuple[int, ...], operation: Operation
+) -> None:
+    """Every rank of an island was taken to exchange as much: half, where a machine owns six times as much as the other."""
+    elements = [600] * 7 + [1800] + [100] * 8 + [300] * sum(sizes[1:])
+    ranges, found = from_sizes(elements), network(sizes)
+    group = found.group(range(len(elements)), dict(enumerate(elements)))
+    routed = exchanged(islands_of(sizes), ranges, operation)
+    place_of = {machine: (found.machines[machine].device.vendor, str(machine)) for machine, _ in group.machines}
+    between = group.exchanged_between(operation, place_of)
+    for machine, (island, place) in place_of.items():
+        of_ranks = [own for own, at in zip(routed, found.places, strict=True) if at.machine == machine]
+        every = together(of_ranks)
+        assert group.exchanged_on(operation, island, machine) == pytest.approx(every, rel=1e-2)
+        most = [max(own[way] for own in of_ranks) for way in (0, 1)]
+        assert group.exchanged_at_most(operation, island, machine) == pytest.approx(most, rel=1e-2)
+        left = sum(part for (here, _), part in between.items() if here == place)
+        entered = sum(part for (_, there), part in between.items() if there == place)
+        assert (left, entered) == pytest.approx(every, rel=1e-2)
+    staged = max(map(max, routed)) * 8e9 / found.staging_rate
+    assert found.reduce_scatter(group, 8e9, operation=operation) == pytest.approx(staged, rel=1e-2)
 
 
 def test_a_bridged_sum_takes_as_long_as_its_busiest_direction() -> None:
