@@ -100,7 +100,7 @@ def test_named_state_shares_move_what_islands_exchange() -> None:
 def test_ranks_that_own_more_than_their_islands_others_exchange_more(
     sizes: tuple[int, ...], operation: Operation
 ) -> None:
-    """Every rank of an island was taken to exchange as much: half, where a machine owns six times as much as the other."""
+    """Every rank of an island was taken to exchange as much: of a machine that owns 7.5 times as much as the other 0.57."""
     elements = [600] * 7 + [1800] + [100] * 8 + [300] * sum(sizes[1:])
     ranges, found = from_sizes(elements), network(sizes)
     group = found.group(range(len(elements)), dict(enumerate(elements)))
