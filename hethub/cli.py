@@ -25,7 +25,7 @@ _FULL = "Make room there, or name another folder; what was whole before is untou
 _CLOSED = "Allow this user to use it, or name another."
 _REMEDIES = {
     errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EFBIG: _FULL, errno.EROFS: _CLOSED, errno.EACCES: _CLOSED,
-    errno.EPERM: _CLOSED, errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+    errno.EPERM: _CLOSED, errno.ENAMETOOLONG: "Give a shorter one.", errno.EMFILE: "Raise the limit of open files (ulimit -n).",
     errno.ENFILE: "Raise the system's limit of open files (fs.file-max).",
     errno.ENOMEM: "Raise the limits of memory (ulimit -v) and of processes and threads (ulimit -u), or plan for less.",
 }  # fmt: skip
@@ -106,7 +106,8 @@ def _run(arguments: Sequence[str]) -> int:
         text = _refused(error)
         if text is None:
             raise
-        return _ended(error, 1, quiet=False, debug=options.debug, text=text)
+        code = 2 if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG else 1  # whoever gave it is wrong
+        return _ended(error, code, quiet=False, debug=options.debug, text=text)
     return code
 
 

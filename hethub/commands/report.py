@@ -68,6 +68,7 @@ def report(options: argparse.Namespace) -> None:
             )
     if options.what.is_dir():
         out = options.out or options.what / "report.html"
+        check_writable(out)
         (report_program_run if is_program_plan(options.what / "plan.yaml") else report_run)(options.what, out)
     elif is_program_plan(options.what):
         refuse_with_programs(options, "profile", "calibrate")

@@ -123,7 +123,7 @@ class EvalSpec(Spec):
 class TrainSpec(Spec):
     """The mathematics of training; none of it depends on the plan."""
 
-    steps: Count = 60  # optimizer steps in all
+    steps: int = Field(default=60, ge=1, le=10**12)  # optimizer steps in all
     # sequences of a step; with more there would be too many microbatches to plan
     global_batch: Samples = 16
     seq_len: Count = 128  # tokens of a sequence
@@ -131,7 +131,7 @@ class TrainSpec(Spec):
     compile: bool | None = None  # a layer's small operations, by Inductor; null: on devices, not on CPUs
     lr: NonNegative = 3.0e-4  # the highest rate
     min_lr: NonNegative = 3.0e-5  # the rate that the schedule falls to
-    warmup_steps: int = Field(default=10, ge=0)  # steps over which the rate rises to lr
+    warmup_steps: int = Field(default=10, ge=0, le=10**12)  # steps over which the rate rises to lr
     schedule: Annotated[ScheduleKind, WithJsonSchema(SCHEDULE_FORMS)] = "cosine"  # of lr; or {kind, decay_steps}
     decay_steps: Count | None = None  # None: until the last step; of wsd its last tenth
     weight_decay: NonNegative = 0.1  # AdamW's, of matrices; norms and biases have none

@@ -95,6 +95,29 @@ def test_a_file_that_may_not_be_written_is_refused_before_the_work(tmp_path, cap
     closed.mkdir(0o500)
     with laid_down():
         assert "may not write there" in refused(capsys, "plan", write_job(tmp_path), "--out", closed / "plan.yaml")
+        assert "report.html: this user may not write there" in refused(capsys, "report", closed)
+
+
+LONG = "n" * 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "job.yaml", "--out", LONG],
+        ["plan", "job.yaml", "--set", f"model={LONG}"],
+        ["report", LONG],
+        ["generate", LONG, "hi"],
+        ["init", "laptop", "--out", LONG],
+    ],
+)
+def test_a_name_that_no_file_can_have_is_bad_input(arguments, tmp_path, capsys, monkeypatch):
+    """Ended with 1, as a failure does."""
+    write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    said = refused(capsys, *arguments)
+    assert LONG in said
+    assert said.endswith("File name too long. Give a shorter one.")
 
 
 @pytest.mark.parametrize("command", ["plan", "size"])

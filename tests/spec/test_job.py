@@ -125,6 +125,14 @@ def test_a_wrong_override_is_named(folder: Path, override: str, expected: str) -
         ({"train": {"lr": 1.0e-5}}, "min_lr 3e-05 exceeds lr 1e-05"),
         ({"train": {"seq_len": 129}}, "line 3: train.seq_len is 129, but model 'm' takes at most 128 tokens"),
         ({"train": {"compile": "fast"}}, "train.compile is 'fast', but input should be true or false"),
+        (
+            {"train": {"steps": 10**400}},
+            "train.steps is 1000.*, but input should be less than or equal to 1000000000000",
+        ),
+        (
+            {"train": {"warmup_steps": 10**400}},
+            "train.warmup_steps is 1000.*, but input should be less than or equal to",
+        ),
         ({"measure": False}, r"\(so YAML reads .*\), and this key takes neither; give 'auto', 'always' or 'never'\."),
         ({"replan": False}, "replan is yes or no .* give 'auto', 'report' or 'never'"),
         ({"model": {"tied_head": True}}, "model is {'tied_head': True}, but input should be text"),

@@ -60,7 +60,7 @@ class Generator:
             logits = self.logits(ids, start, past).double().cpu()
             start += len(ids)
             if temperature:
-                chances = torch.softmax(logits / temperature, 0)
+                chances = torch.softmax((logits - logits.max()) / temperature, 0)  # a tiny one makes no infinity
                 token = int(torch.multinomial(chances, 1, generator=random))
             else:
                 token = int(logits.argmax())

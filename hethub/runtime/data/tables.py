@@ -107,6 +107,8 @@ def _check(arrow: Any, schema: Any, column: str, path: Path) -> None:
         raise BadInput(
             f"{path}: has no column '{column}'; {suggest(column, schema.names)} A source's `text` names its column."
         )
+    if schema.names.count(column) > 1:
+        raise BadInput(f"{path}: has more than one column '{column}', so which holds the text is open; rename one.")
     found = schema.field(column).type
     if arrow.types.is_dictionary(found):  # pandas' categories
         found = found.value_type

@@ -95,6 +95,8 @@ def test_a_prompt_begins_as_it_does_in_transformers(tmp_path: Path) -> None:
 def test_what_is_drawn_follows_the_seed(run: Path) -> None:
     drawn = [generated(run, "--tokens", 30, "--temperature", 1.5, "--seed", seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+    # The smallest temperature divided logits to infinities, which have no chances.
+    assert generated(run, "--tokens", 3, "--temperature", 5e-324) == generated(run, "--tokens", 3)
 
 
 def test_a_tokenizer_comes_with_what_lies_beside_it(tmp_path: Path) -> None:

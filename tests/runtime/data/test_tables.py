@@ -56,6 +56,14 @@ def test_categories_of_pandas_are_text(tmp_path: Path) -> None:
         opened(tmp_path, source="parquet", path="b.parquet")
 
 
+def test_of_two_columns_of_one_name_none_is_taken(tmp_path: Path) -> None:
+    """Was a KeyError."""
+    twice = arrow.Table.from_arrays([arrow.array(["one"]), arrow.array(["two"])], names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "a.parquet")
+    with pytest.raises(BadInput, match=r"a\.parquet: has more than one column 'text'.*; rename one"):
+        opened(tmp_path, source="parquet", path="a.parquet")
+
+
 def test_rows_of_a_saved_dataset_come_in_its_order() -> None:
     data = opened(SAVED.parent, source="hf", path="saved_dataset")
     assert tokens(data) == documents("ééé", *(f"row {row}" for row in range(5)))
