@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hethub.predictor import LayerCost
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
+from hethub.predictor.cost.software import HETHUB, hethub_software
 from hethub.runtime.checkpoint import CheckpointManager
 from hethub.runtime.loop import build, replanning
 from hethub.runtime.loop.replanning import Replanner
@@ -170,14 +171,16 @@ def test_the_search_for_a_plan_is_far_shorter_than_the_others_patience():
     assert planning_seconds(spec(2.0, 120.0)) == 2.0
 
 
+@pytest.mark.parametrize("software", [HETHUB, hethub_software(False)])
 @pytest.mark.parametrize("given", [None, profile({"T4": 1e-3}, layout().model)])
-def test_slow_ranks_get_accelerators_of_their_own_that_take_as_much_longer(given):
+def test_slow_ranks_get_accelerators_of_their_own_that_take_as_much_longer(given, software):
     bound = layout()
-    told, measured = slowed(bound, given, {1: 2.04})
+    told, measured = slowed(bound, given, {1: 2.04}, software)
     names = [place.accelerator.name for place in told.places]
     assert names == ["A100-SXM4-80GB", "A100-SXM4-80GB!1", "MI250X-GCD", "MI250X-GCD"]
-    plain = LayerCost(bound.model, bound.cluster.places[1].accelerator, 32, "fp32")
-    slow = ProfiledLayerCost(bound.model, told.places[1].accelerator, 32, "fp32").use(measured.device(names[1], "fp32"))
+    asked = (32, "fp32", software)
+    plain = LayerCost(bound.model, bound.cluster.places[1].accelerator, *asked)
+    slow = ProfiledLayerCost(bound.model, told.places[1].accelerator, *asked).use(measured.device(names[1], "fp32"))
     assert slow.layer(4).total == pytest.approx(2 * plain.layer(4).total)
     assert slow.head(2).total == pytest.approx(2 * plain.head(2).total)
 
