@@ -35,6 +35,15 @@ def test_measurements_by_another_version_do_not_count(cache):
     assert cache.load() is None
 
 
+def test_measurements_of_compiled_bodies_do_not_count_for_a_job_that_compiles_none(cache):
+    cache.save(curve(1.0))
+    loaded = [
+        MeasurementCache(TINY, TRAIN.replace(compile=compiles), Device(vendor="cpu"), 0, 2).load()
+        for compiles in (False, True)
+    ]
+    assert loaded == [curve(1.0), None]  # a CPU compiles none unless it is asked to
+
+
 def test_measurements_of_another_device_are_refused_by_name(cache):
     cache.save(curve(1.0))
     data = json.loads(cache.path.read_text())
