@@ -175,19 +175,21 @@ def planning_seconds(spec: JobSpec) -> float:
 
 def slowed(
     layout: Layout, profile: ProfileSpec | None, factors: dict[int, float], software: Software = HETHUB
-) -> tuple[ClusterSpec, ProfileSpec]:
+) -> tuple[ClusterSpec, ProfileSpec | None]:
     """The cluster in which these ranks' accelerators are device types of their own, and a profile that has them slower.
 
     What was not measured is taken from the estimate, so that a slow rank's every layer takes `factor` times as long.
     """
     cluster, precision = layout.cluster, layout.plan.precision
+    if not factors:  # who was slow is no longer
+        return cluster, profile
     levels = sorted({round(factor, 1) for factor in factors.values()})
     classes = [levels.index(round(factors[r], 1)) + 1 if r in factors else 0 for r in range(cluster.size)]
     told = tell_apart(cluster, classes, MARK)
     devices = {(device.accelerator, device.precision): device for device in (profile.devices if profile else ())}
     for place, planned in zip(told.places, cluster.places, strict=True):
         name, number = place.accelerator.name, classes[place.rank]
-        if number and (name, precision) not in devices:
+        if number:  # whatever an earlier run measured of ranks that were slow then
             known = devices.get((planned.accelerator.name, precision))
             known = known or estimated(layout, planned.accelerator, software)
             devices[name, precision] = known.slower(levels[number - 1], name)
