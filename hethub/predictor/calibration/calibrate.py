@@ -140,7 +140,7 @@ def _with_speeds(constants: Constants, run: ProfileSpec) -> Constants:
 
 def _check_model(path: Path, case: Case, model: ModelSpec) -> None:
     theirs = case.layouts[0].model
-    for key in ("hidden", "heads", "num_kv_heads", "ffn", "is_gated", "vocab"):
+    for key in ("family", "hidden", "heads", "num_kv_heads", "ffn", "is_gated", "vocab"):
         if getattr(theirs, key) != getattr(model, key):
             raise BadInput(
                 f"{path}, row {case.id}: it measured a model with {key} {getattr(theirs, key)}, but model '{model.name}' has "
