@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,6 +233,26 @@ def test_frontier_has_no_beaten_option() -> None:
     assert front
     for a in front:
         assert not any(b.days < a.days and (b.cost or 0.0) < (a.cost or 0.0) for b in options)
+
+
+def test_of_equal_options_neither_beats_the_other() -> None:
+    (one, *_) = options_of(1e12)
+    assert [option.on_frontier for option in mark_frontier([one, replace(one, nodes={"another": 1})])] == [True, True]
+
+
+def test_deadline_and_budget_are_both_to_be_met() -> None:
+    tokens = 800 * 8 * 86400 * 10  # eight slow nodes for ten days: 19,200 EUR
+    assert best(options_of(tokens, deadline_days=1e3, budget=1e9)) is not None
+    assert best(options_of(tokens, deadline_days=1e3, budget=1.0)) is None
+    assert best(options_of(tokens, deadline_days=1e-3, budget=1e9)) is None
+
+
+def test_energy_is_the_mean_power_over_all_hours() -> None:
+    question = Question(catalogue=CATALOGUE, tokens=800 * 2 * 86400 * 10)
+    on = cluster_of(CATALOGUE, {"slow": 2}, None)
+    watts = CATALOGUE.assumptions.watts(on, 0.5)
+    assert watts is not None
+    assert option_of(question, {"slow": 2}, evaluate(on)).energy_kwh == pytest.approx(watts * 240 / 1000, rel=1e-3)
 
 
 def test_the_smallest_count_that_meets_the_deadline_is_found_between_those_looked_at() -> None:
