@@ -22,6 +22,13 @@ def test_layers_and_ends_add_up_to_the_predicted_microbatch():
             assert own == pytest.approx(parts.compute)
 
 
+def test_gradients_of_weights_that_are_put_off_leave_the_backward():
+    whole, apart = (planned_seconds(layout(schedule=schedule), None) for schedule in ("1f1b", "zero_bubble"))
+    for one, other in zip(whole, apart, strict=True):
+        assert other[Kind.BACKWARD] + other[Kind.WEIGHT] == pytest.approx(one[Kind.BACKWARD])
+        assert other[Kind.FORWARD] == one[Kind.FORWARD]
+
+
 def test_a_slowdown_slows_all_that_a_rank_computes():
     bound = layout()
     costs = PlanCosts(bound, HETHUB, packaged())
