@@ -12,9 +12,9 @@ import pytest
 
 from hethub.capacity.additions import rank_additions
 from hethub.capacity.catalogue import CatalogueSpec, cluster_of
-from hethub.capacity.options import Option, Question, best, mark_frontier, option_of, rank
+from hethub.capacity.options import LeftOut, Option, Question, best, mark_frontier, option_of, rank
 from hethub.capacity.sizing import size
-from hethub.report.capacity import print_additions, print_sizing, write_sizing
+from hethub.report.capacity import left_out_sentences, print_additions, print_sizing, write_sizing
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from tests.predictor.plans import cluster
@@ -366,3 +366,14 @@ def said_of(found: Any, question: Question) -> str:
     with tempfile.TemporaryDirectory() as folder:
         write_sizing(found, question, Path(folder) / "size.html")
         return (Path(folder) / "size.html").read_text()
+
+
+def test_clusters_beyond_the_first_reasons_are_counted() -> None:
+    """Five reasons are told; of a sixth and a seventh there are three clusters."""
+    left_out = [LeftOut(nodes={"n": 1 + n}, why=f"reason {min(n, 6)}") for n in range(8)]
+    sentences = left_out_sentences(left_out)
+    assert len(sentences) == 6
+    assert sentences[0] == "left out 1 n: reason 0"
+    assert sentences[-1] == "and 3 more, for other reasons"
+    alike = [LeftOut(nodes={"n": 1 + n}, why="it is") for n in range(7)]
+    assert left_out_sentences(alike) == ["left out 1 n, 2 n, 3 n, 4 n, 5 n and 2 more: it is"]
