@@ -102,8 +102,11 @@ def measured_for(options: argparse.Namespace, job: "Job") -> "ProfileSpec | None
         return profile_for(job, options.profile)
     refuse_profile_beside_calibrate(options.profile, job)
     from hethub.predictor.calibration.calibrate import Calibration
+    from hethub.predictor.cost.software import hethub_software
 
-    return Calibration(options.calibrate).profile(job.model, known_cluster(job), job.spec.train.batch)
+    train = job.spec.train
+    asked = (job.model, known_cluster(job), train.batch, hethub_software(train.compile))
+    return Calibration(options.calibrate).profile(*asked)
 
 
 def measured_beside(options: argparse.Namespace) -> "ProfileSpec | None":

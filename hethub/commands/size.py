@@ -152,7 +152,7 @@ def _evaluator(job: "Job", calibrate: Path | None) -> "Evaluator":
         constraints = constraints.replace(time_limit_seconds=SECONDS_PER_CLUSTER)
 
     def evaluate(cluster: "ClusterSpec") -> "Prediction":
-        profile = own if calibration is None else calibration.profile(model, cluster, batch)
+        profile = own if calibration is None else calibration.profile(model, cluster, batch, software)
         found = plan(
             model, cluster, batch, constraints, strategy=strategy, with_bounds=False, profile=profile, software=software
         )  # fmt: skip

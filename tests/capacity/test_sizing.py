@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,9 @@ import pytest
 
 from hethub.capacity.additions import rank_additions
 from hethub.capacity.catalogue import CatalogueSpec, cluster_of
-from hethub.capacity.options import Option, Question, best, mark_frontier, option_of, rank
+from hethub.capacity.options import LeftOut, Option, Question, best, mark_frontier, option_of, rank
 from hethub.capacity.sizing import size
-from hethub.report.capacity import print_additions, print_sizing, write_sizing
+from hethub.report.capacity import left_out_sentences, print_additions, print_sizing, write_sizing
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from tests.predictor.plans import cluster
@@ -234,6 +235,26 @@ def test_frontier_has_no_beaten_option() -> None:
         assert not any(b.days < a.days and (b.cost or 0.0) < (a.cost or 0.0) for b in options)
 
 
+def test_of_equal_options_neither_beats_the_other() -> None:
+    (one, *_) = options_of(1e12)
+    assert [option.on_frontier for option in mark_frontier([one, replace(one, nodes={"another": 1})])] == [True, True]
+
+
+def test_deadline_and_budget_are_both_to_be_met() -> None:
+    tokens = 800 * 8 * 86400 * 10  # eight slow nodes for ten days: 19,200 EUR
+    assert best(options_of(tokens, deadline_days=1e3, budget=1e9)) is not None
+    assert best(options_of(tokens, deadline_days=1e3, budget=1.0)) is None
+    assert best(options_of(tokens, deadline_days=1e-3, budget=1e9)) is None
+
+
+def test_energy_is_the_mean_power_over_all_hours() -> None:
+    question = Question(catalogue=CATALOGUE, tokens=800 * 2 * 86400 * 10)
+    on = cluster_of(CATALOGUE, {"slow": 2}, None)
+    watts = CATALOGUE.assumptions.watts(on, 0.5)
+    assert watts is not None
+    assert option_of(question, {"slow": 2}, evaluate(on)).energy_kwh == pytest.approx(watts * 240 / 1000, rel=1e-3)
+
+
 def test_the_smallest_count_that_meets_the_deadline_is_found_between_those_looked_at() -> None:
     tokens = 800 * 5 * 86400 * 10  # five slow nodes, ten days: counts looked at are 4 and 6
     found = best(options_of(tokens, deadline_days=12.51))
@@ -345,3 +366,14 @@ def said_of(found: Any, question: Question) -> str:
     with tempfile.TemporaryDirectory() as folder:
         write_sizing(found, question, Path(folder) / "size.html")
         return (Path(folder) / "size.html").read_text()
+
+
+def test_clusters_beyond_the_first_reasons_are_counted() -> None:
+    """Five reasons are told; of a sixth and a seventh there are three clusters."""
+    left_out = [LeftOut(nodes={"n": 1 + n}, why=f"reason {min(n, 6)}") for n in range(8)]
+    sentences = left_out_sentences(left_out)
+    assert len(sentences) == 6
+    assert sentences[0] == "left out 1 n: reason 0"
+    assert sentences[-1] == "and 3 more, for other reasons"
+    alike = [LeftOut(nodes={"n": 1 + n}, why="it is") for n in range(7)]
+    assert left_out_sentences(alike) == ["left out 1 n, 2 n, 3 n, 4 n, 5 n and 2 more: it is"]

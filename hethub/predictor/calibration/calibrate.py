@@ -21,8 +21,8 @@ from hethub.predictor.cost.intervals import half_width, width_of
 from hethub.predictor.cost.layer import LayerCost
 from hethub.predictor.cost.profile import ProfileSpec, load_profile
 from hethub.predictor.cost.profiled_layer import estimated_device
-from hethub.predictor.cost.software import HETHUB
-from hethub.spec.accelerator import AcceleratorSpec, Precision, find_accelerator
+from hethub.predictor.cost.software import HETHUB, Software
+from hethub.spec.accelerator import AcceleratorSpec, Precision, catalogue
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.model import ModelSpec
@@ -57,9 +57,11 @@ class Calibration:
         """The packaged constants with its corrections."""
         return self._corrected if self._run is None else _with_speeds(packaged(), self._run)
 
-    def profile(self, model: ModelSpec, cluster: ClusterSpec, batch: tuple[int, int, Precision]) -> ProfileSpec:
+    def profile(
+        self, model: ModelSpec, cluster: ClusterSpec, batch: tuple[int, int, Precision], software: Software = HETHUB
+    ) -> ProfileSpec:
         """Its corrections as a profile of the cluster's accelerators for a job of `batch`: sequences, tokens of each,
-        and the precision.
+        and the precision; `software` is hethub as the job has it run.
 
         Raises BadInput where another model was measured: what its layers tell of this one's nobody has shown.
         """
@@ -76,7 +78,7 @@ class Calibration:
         largest, seq_len, precision = batch
         estimates = [
             estimated_device(
-                model, device, seq_len, precision, largest, self._corrected, self._width(device, precision)
+                model, device, seq_len, precision, largest, self._corrected, self._width(device, precision), software
             )
             for device in devices.values()
         ]
@@ -119,23 +121,26 @@ def _key(case: Case) -> str:
 
 def _with_speeds(constants: Constants, run: ProfileSpec) -> Constants:
     """The constants with each measured device type slower or faster by what its layers took, over what they should."""
-    accelerators = {key: dict(values) for key, values in constants.accelerators.items()}
+    ratios: dict[str, list[float]] = {}  # bf16 and fp16 share their scales
     for device in run.devices:
-        spec = find_accelerator(device.accelerator)
-        ratios = []
+        spec = catalogue().get(device.accelerator)
+        if spec is None:  # no row is of it: one that the job describes, or ranks told apart from their device type's
+            continue
+        own = ratios.setdefault(scales_key(spec.name, device.precision), [])
         for timing in device.layers:
             cost = LayerCost(run.model, spec, timing.seq_len, device.precision, constants=constants)
             expected = cost.layer(timing.micro_batch, timing.tp).total
-            ratios.append(log((timing.forward_seconds + timing.backward_seconds) / expected))
-        key = scales_key(spec.name, device.precision)
-        known = accelerators.get(key, constants.of_accelerator(key))
-        accelerators[key] = {**known, "log_scale": known.get("log_scale", 0.0) + fmean(ratios)}
+            own.append(log((timing.forward_seconds + timing.backward_seconds) / expected))
+    accelerators = dict(constants.accelerators)
+    for key, own in ratios.items():
+        known = constants.of_accelerator(key)
+        accelerators[key] = {**known, "log_scale": known.get("log_scale", 0.0) + fmean(own)}
     return Constants(**{**constants.to_dict(), "accelerators": accelerators})
 
 
 def _check_model(path: Path, case: Case, model: ModelSpec) -> None:
     theirs = case.layouts[0].model
-    for key in ("hidden", "heads", "num_kv_heads", "ffn", "is_gated", "vocab"):
+    for key in ("family", "hidden", "heads", "num_kv_heads", "ffn", "is_gated", "vocab"):
         if getattr(theirs, key) != getattr(model, key):
             raise BadInput(
                 f"{path}, row {case.id}: it measured a model with {key} {getattr(theirs, key)}, but model '{model.name}' has "

@@ -128,7 +128,7 @@ class Network:
         rates = [self.staging_rate]
         if given.gbps_per_node is not None:
             resources += ends("bridge", a.machine, b.machine)
-        elif a.machine != b.machine and not (self.cluster.emulated and (a.node.gbps is None or b.node.gbps is None)):
+        elif self._has_cards(a.node) and self._has_cards(b.node):
             resources += ends("cards", a.machine, b.machine)
             rates += [self._interface(node) for node in (a.node, b.node)]
         return Link(given.latency_seconds, 1.0 / min(rates)), resources
@@ -206,7 +206,7 @@ class Network:
 
     def _interface(self, node: NodeSpec) -> float:
         """Bytes per second of one interface."""
-        return self._cards(node) / (1 if node.gbps is None and self.cluster.emulated else node.nics)
+        return self._cards(node) / node.nics
 
     # -- collectives
 
@@ -326,7 +326,7 @@ class Network:
                 node = self.machines[machine]
                 here = group.exchanged_on(operation, node.device.vendor, machine)
                 for way, part in zip((OUT, IN), here, strict=True):
-                    if wire == "bridge" or self._has_cards(node, group):
+                    if wire == "bridge" or self._has_cards(node):
                         found[Resource(wire, machine, way)] = num_bytes * part
                     if links.staging.per_host_gbytes_per_second is not None:
                         found[Resource("host", machine, way)] = num_bytes * part
@@ -349,9 +349,9 @@ class Network:
             return num_bytes * most[own.way == IN] if own.kind == "staging" else 0.0
         return num_bytes * (group.size - 1) / group.size if own.kind == "port" and len(group.machines) == 1 else 0.0
 
-    def _has_cards(self, node: NodeSpec, group: Group) -> bool:
-        """Whether what islands exchange takes the interfaces of their nodes."""
-        return len(group.machines) > 1 and not (self.cluster.emulated and node.gbps is None)
+    def _has_cards(self, node: NodeSpec) -> bool:
+        """Whether what islands exchange takes a node's interfaces: an emulated one need not have any."""
+        return not (self.cluster.emulated and node.gbps is None)
 
     def _sharing_inside(self, node: NodeSpec, group: Group, sharing: int) -> int:
         """How many like groups share the way between a node's accelerators.
@@ -380,7 +380,7 @@ class Network:
                 seconds.append(here / max(least, self.rate(Resource("host", machine))))
             if links.between_islands.gbps_per_node is not None:
                 seconds.append(here / max(least, self.rate(Resource("bridge", machine))))
-            elif self._has_cards(node, group):
+            elif self._has_cards(node):
                 here += num_bytes * inside.get(island, 0.0) * min(sharing, node.accelerators)
                 seconds.append(here / max(least, self._cards(node)))
         return max(*seconds, num_bytes * sharing * self._beyond_machines(group, operation))

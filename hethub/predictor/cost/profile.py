@@ -186,7 +186,7 @@ def save_profile(profile: ProfileSpec, path: str | Path) -> None:
 def merge(profiles: Iterable[ProfileSpec]) -> ProfileSpec:
     """One profile of several nodes' measurements of the same model; of equal points the slower counts.
 
-    Raises BadInput where they measured unlike models or software.
+    Raises BadInput where they measured unlike models, or by unlike versions of hethub.
     """
     profiles = list(profiles)
     first = profiles[0]

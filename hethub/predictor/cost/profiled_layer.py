@@ -7,6 +7,7 @@ from typing import Any, Self
 from hethub.predictor.cost.constants import Constants
 from hethub.predictor.cost.layer import LayerCost, Number, Part, PassSeconds
 from hethub.predictor.cost.profile import Corrections, DeviceProfile, LayerTiming, PartTiming
+from hethub.predictor.cost.software import HETHUB, Software
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.model import ModelSpec
 
@@ -69,10 +70,11 @@ def estimated_device(
     largest: int,
     constants: Constants | None = None,
     half_width: float | None = None,
+    software: Software = HETHUB,
 ) -> DeviceProfile:
-    """What is expected of an accelerator, in a profile's form, for micro-batches of 1 to `largest` samples: only the
-    ratios of later times to it count, and the half width of its 80 % intervals, if one is given."""
-    cost = LayerCost(model, accelerator, seq_len, precision, constants=constants)
+    """What is expected of an accelerator under `software`, in a profile's form, for micro-batches of 1 to `largest`
+    samples: only the ratios of later times to it count, and the half width of its 80 % intervals, if one is given."""
+    cost = LayerCost(model, accelerator, seq_len, precision, software, constants)
     sizes = sorted({1 << bit for bit in range(largest.bit_length())} | {largest})
 
     def timing(micro_batch: int, passes: PassSeconds) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Replanner:
 
     def __init__(self, job: Job, layout: Layout, profile: ProfileSpec | None) -> None:
         self._job, self._profile = job, profile
+        self._software = hethub_software(job.spec.train.compile)
         self._factors: dict[int, float] = {}  # of the ranks that are slow, beside what the job's profile says
         self._remedy: Remedy | None = None
         self._speeds = MeasuredSpeeds()
@@ -52,9 +53,8 @@ class Replanner:
         self._planned_for = dict(self._factors)
         self._is_due = False  # the factors are not those last decided on
         self._looked_at: deque[int] = deque(maxlen=self._job.spec.drift.steps)
-        software = hethub_software(self._job.spec.train.compile)
-        planned = planned_seconds(layout, self._profile, self._factors, software)
-        self._usual = planned_seconds(layout, self._profile, software=software) if self._factors else planned
+        planned = planned_seconds(layout, self._profile, self._factors, self._software)
+        self._usual = planned_seconds(layout, self._profile, software=self._software) if self._factors else planned
         # Ranks whose predictions err alike: of one device type, in layers of one size; unused ones make none.
         kinds: list[Hashable] = [None] * layout.plan.num_ranks
         for own in layout.assignments:
@@ -93,7 +93,7 @@ class Replanner:
 
     def measured(self) -> ProfileSpec | None:
         """What the run has shown of every device type's speed; None before any step was looked at."""
-        return self._speeds.profile(self._layout, self._profile)
+        return self._speeds.profile(self._layout, self._profile, self._software)
 
     def _slow_row(self, straggler: Straggler) -> dict[str, Any]:
         return {

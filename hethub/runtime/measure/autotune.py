@@ -37,7 +37,8 @@ MEASURING_SECONDS = 1800.0  # how long ranks wait for each other's measurements
 def measure_ranks(job: Job, device: Device, meeting: Rendezvous, cluster: ClusterSpec) -> Measured:
     """What every rank measured of itself, or remembers, unless the job always measures; the same on every rank. Raises
     BadInput."""
-    cache = MeasurementCache(job.model, job.spec.train, device, meeting.local_rank, meeting.size)
+    reserve = job.spec.constraints.reserve
+    cache = MeasurementCache(job.model, job.spec.train, device, meeting.local_rank, meeting.size, reserve)
     known = None if job.spec.measure == "always" else consensus(meeting, "measurements", cache.load)
     remembered = all_gather(meeting, "remembered measurements", known is not None)
     unsaved = None
@@ -45,7 +46,7 @@ def measure_ranks(job: Job, device: Device, meeting: Rendezvous, cluster: Cluste
         all_gather(meeting, "start of measuring", None)  # all at once, as they will compute
         accelerator = cluster.places[meeting.rank].accelerator
         free = device.free_memory_bytes()
-        limit = int((accelerator.memory_bytes if free is None else free) * (1.0 - job.spec.constraints.reserve))
+        limit = int((accelerator.memory_bytes if free is None else free) * (1.0 - reserve))
         known = consensus(
             meeting,
             "own measurements",

@@ -8,6 +8,7 @@ from statistics import median
 import hethub
 from hethub.predictor.cost.profile import DeviceProfile, ProfileSpec
 from hethub.predictor.cost.profiled_layer import estimated_device
+from hethub.predictor.cost.software import HETHUB, Software
 from hethub.runtime.measure.rank_times import PASSES
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.layout.bind import Layout
@@ -35,13 +36,13 @@ class MeasuredSpeeds:
         for key, of_ranks in ratios.items():
             self._medians.setdefault(key, deque(maxlen=STEPS)).append(median(of_ranks))
 
-    def profile(self, layout: Layout, base: ProfileSpec | None) -> ProfileSpec | None:
+    def profile(self, layout: Layout, base: ProfileSpec | None, software: Software = HETHUB) -> ProfileSpec | None:
         """The profile that the run was planned with, or the estimate, times the median of what was measured; None
         before any step was looked at."""
         precision, devices = layout.plan.precision, {node.device.name: node.device for node in layout.cluster.nodes}
         factors = {key: median(medians) for key, medians in sorted(self._medians.items())}
         measured = [
-            ((base and base.device(name, precision)) or estimated(layout, devices[name])).slower(
+            ((base and base.device(name, precision)) or estimated(layout, devices[name], software)).slower(
                 factor, optimizer=factors.get((name, True))
             )
             for (name, is_update), factor in factors.items()
@@ -55,8 +56,10 @@ class MeasuredSpeeds:
         )
 
 
-def estimated(layout: Layout, accelerator: AcceleratorSpec) -> DeviceProfile:
+def estimated(layout: Layout, accelerator: AcceleratorSpec, software: Software = HETHUB) -> DeviceProfile:
     """What the predictor expects of an accelerator in a plan, from the smallest to the largest micro-batch there can
     be."""
     plan = layout.plan
-    return estimated_device(layout.model, accelerator, plan.seq_len, plan.precision, plan.global_batch)
+    return estimated_device(
+        layout.model, accelerator, plan.seq_len, plan.precision, plan.global_batch, software=software
+    )

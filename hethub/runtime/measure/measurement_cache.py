@@ -21,11 +21,14 @@ from hethub.spec.model import ModelSpec
 class MeasurementCache:
     """Where a rank keeps what it measured: a file for its place on the host, model, precision and sequence length."""
 
-    def __init__(self, model: ModelSpec, train: TrainSpec, device: Device, local_rank: int, size: int) -> None:
+    def __init__(
+        self, model: ModelSpec, train: TrainSpec, device: Device, local_rank: int, size: int, reserve: float
+    ) -> None:
         self._facts = {
             "device": device_name(device), "hethub": hethub.__version__, "torch": torch.__version__,
             "python": platform.python_version(), "model": model.to_dict(), "batch": train.global_batch,
-            "ranks": size,
+            "ranks": size, "compiled": device.is_gpu if train.compile is None else train.compile,
+            "reserve": reserve,
         }  # fmt: skip
         place = f"{socket.gethostname()}-{local_rank}-{model.name}-{train.precision}-{train.seq_len}"
         self.path = cache_folder() / "measured" / f"{place.replace(os.sep, '_')}.json"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hethub.kernels.bodies import choose
 from hethub.kernels.device import Device
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.runtime.launch.session import session
@@ -61,6 +62,7 @@ def profile_ranks(job: Job | None, progress: Callable[[int, int, str], None]) ->
     """
     with session(job) as (world, cluster):
         subject, place = subject_of(job, world.device), cluster.places[world.rank]
+        choose(subject.train.compile)  # layers as the job runs them
         ranks_of_a_node = sum(other.machine == place.machine for other in cluster.places)
         total, done = subject.num_points(ranks_of_a_node) + 1, itertools.count()
         profile = profile_world(

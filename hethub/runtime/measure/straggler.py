@@ -15,7 +15,7 @@ from typing import NamedTuple
 import hethub
 from hethub.predictor import Prediction, predict
 from hethub.predictor.cost.profile import ProfileSpec
-from hethub.predictor.cost.software import hethub_software
+from hethub.predictor.cost.software import HETHUB, Software, hethub_software
 from hethub.runtime.measure.measured_speeds import estimated
 from hethub.runtime.measure.rank_times import PASSES
 from hethub.runtime.measure.speed_classes import tell_apart
@@ -147,8 +147,8 @@ def find_remedy(job: Job, layout: Layout, profile: ProfileSpec | None, factors: 
     """The best plan with some ranks slower by `factors`, beside the present one. Raises BadInput where none fits."""
     from hethub.planner import plan as make_plan  # only rank 0 plans, so only it loads the search
 
-    cluster, measured = slowed(layout, profile, factors)
     limit, software = planning_seconds(job.spec), hethub_software(job.spec.train.compile)
+    cluster, measured = slowed(layout, profile, factors, software)
     wishes = ConstraintsSpec.model_validate({**job.spec.constraints.model_dump(), "time_limit_seconds": limit})
     strategy = "auto" if job.plan_path else job.spec.plan
     found = make_plan(
@@ -173,20 +173,25 @@ def planning_seconds(spec: JobSpec) -> float:
     return min(spec.constraints.time_limit_seconds or PLANNING_SECONDS, spec.communicator.timeout_seconds / 4)
 
 
-def slowed(layout: Layout, profile: ProfileSpec | None, factors: dict[int, float]) -> tuple[ClusterSpec, ProfileSpec]:
+def slowed(
+    layout: Layout, profile: ProfileSpec | None, factors: dict[int, float], software: Software = HETHUB
+) -> tuple[ClusterSpec, ProfileSpec | None]:
     """The cluster in which these ranks' accelerators are device types of their own, and a profile that has them slower.
 
     What was not measured is taken from the estimate, so that a slow rank's every layer takes `factor` times as long.
     """
     cluster, precision = layout.cluster, layout.plan.precision
+    if not factors:  # who was slow is no longer
+        return cluster, profile
     levels = sorted({round(factor, 1) for factor in factors.values()})
     classes = [levels.index(round(factors[r], 1)) + 1 if r in factors else 0 for r in range(cluster.size)]
     told = tell_apart(cluster, classes, MARK)
     devices = {(device.accelerator, device.precision): device for device in (profile.devices if profile else ())}
     for place, planned in zip(told.places, cluster.places, strict=True):
         name, number = place.accelerator.name, classes[place.rank]
-        if number and (name, precision) not in devices:
-            known = devices.get((planned.accelerator.name, precision)) or estimated(layout, planned.accelerator)
+        if number:  # whatever an earlier run measured of ranks that were slow then
+            known = devices.get((planned.accelerator.name, precision))
+            known = known or estimated(layout, planned.accelerator, software)
             devices[name, precision] = known.slower(levels[number - 1], name)
     content = {"date": "", "hethub": hethub.__version__, "software": "stragglers", "model": layout.model}
     base = profile or ProfileSpec(**content, devices=tuple(devices.values()))

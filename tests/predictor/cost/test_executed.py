@@ -13,9 +13,24 @@ from hethub.predictor.cost.operators import Shape, layer_work
 from hethub.predictor.cost.software import HETHUB, MathPrecision, Software, hethub_software
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
 from tests.predictor.plans import LLAMA_8B
 
 EAGER, FUSED = (replace(HETHUB, fused_elementwise=given) for given in (False, True))
+
+
+@pytest.mark.parametrize(("chunked", "times"), [(True, 3), (False, 1)])
+def test_of_each_token_ranks_tell_each_other_the_largest_logit_and_then_two_sums(chunked: bool, times: int) -> None:
+    """Two and a half chunks are three times two sums, of 4 and 8 bytes a token in all."""
+    tokens, asked = 2.5 * LOSS_CHUNK_TOKENS, list[float]()
+
+    def all_reduce(num_bytes: float) -> float:
+        asked.append(num_bytes)
+        return num_bytes
+
+    seconds = replace(HETHUB, chunked_loss=chunked).loss_seconds(tokens, all_reduce)
+    assert [times * num_bytes for num_bytes in asked] == pytest.approx([4 * tokens, 8 * tokens])
+    assert seconds == pytest.approx(12 * tokens)
 
 
 def layer_seconds(accelerator: str, software: Software) -> float:

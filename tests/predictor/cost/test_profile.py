@@ -1,6 +1,8 @@
 """Profiles replace the roofline where they measured, are interpolated between, and refused for another model."""
 
 import json
+from itertools import product
+from math import log
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 import hethub
 from hethub.cli import run
 from hethub.predictor import LayerCost, predict
-from hethub.predictor.cost.profile import ProfileSpec, load_profile, merge, save_profile
+from hethub.predictor.cost.profile import Corrections, LinkTiming, ProfileSpec, load_profile, merge, save_profile
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost, estimated_device
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.errors import BadInput
@@ -46,6 +48,45 @@ def test_measured_points_are_met_and_between_them_the_ratio_holds(samples: int) 
     measured = ProfiledLayerCost(TINY, CORE, 128, "fp32").use(profile().devices[0])
     assert measured.layer(samples).total == pytest.approx(3 * plain.total)
     assert not measured.extrapolated
+
+
+def test_between_points_a_ratio_is_interpolated_in_logarithms() -> None:
+    """1 at one sample and 16 at sixteen: at 2, a quarter of the way, the fourth root of 16."""
+    between = Corrections({(0.0, 0.0, 0.0): 1.0, (log(16), 0.0, 0.0): 16.0})
+    assert [between.at(samples, 1, 1) for samples in (0.5, 1, 2, 4, 16, 32)] == pytest.approx([1, 1, 2, 4, 16, 16])
+
+
+def slow_but(size: int, tp: int) -> ProfiledLayerCost:
+    """Every layer of 1 to 4 samples took three times as long as estimated, but for one size in shards of one degree."""
+    cost, layers = LayerCost(TINY, CORE, 128, "fp32"), []
+    for own, degree in product((1, 2, 3, 4), (1, 2)):
+        factor, plain = 1.0 if (own, degree) == (size, tp) else 3.0, cost.layer(own, degree)
+        place = {"micro_batch": own, "seq_len": 128, "tp": degree}
+        layers.append({**place, "forward_seconds": factor * plain.forward, "backward_seconds": factor * plain.backward})
+    device = {"accelerator": "CPU-core", "precision": "fp32", "layers": layers}
+    return ProfiledLayerCost(TINY, CORE, 128, "fp32").use(profile(devices=[device]).devices[0])
+
+
+@pytest.mark.parametrize(("size", "tp"), [(3, 1), (4, 2), (3, 2)])
+def test_the_ceiling_looks_at_every_size_and_share_for_what_was_measured(size: int, tp: int) -> None:
+    measured, plain = slow_but(size, tp), LayerCost(TINY, CORE, 128, "fp32").layer(size, tp)
+    assert measured.layer(size, tp).total == pytest.approx(plain.total)
+    assert measured.layer(2, tp).total == pytest.approx(3 * LayerCost(TINY, CORE, 128, "fp32").layer(2, tp).total)
+    assert measured.best_layer_samples_per_second(4) == pytest.approx(size / tp / plain.total)
+
+
+def test_an_estimate_in_a_profiles_form_reaches_the_largest_microbatch() -> None:
+    found = estimated_device(TINY, CORE, 128, "fp32", 6)
+    assert [timing.micro_batch for timing in found.layers] == [1, 2, 4, 6]
+
+
+def test_of_several_ways_of_a_level_the_slowest_counts() -> None:
+    ways = [
+        LinkTiming(level="in_node", operation="send", latency_seconds=0.0, gbytes_per_second=rate)
+        for rate in (3.0, 2.0, 4.0)
+    ]
+    found = profile(links=[way.to_dict() for way in ways]).link("in_node", "send")
+    assert found == ways[1]
 
 
 @pytest.mark.parametrize("factor", [0.5, 3.0])

@@ -89,6 +89,30 @@ def test_a_sum_between_islands_takes_what_one_was_measured_to() -> None:
     )
 
 
+def test_a_sum_between_islands_of_one_machine_each_has_their_cards_to_itself() -> None:
+    """Four ranks of each on 8 GB/s of cards: half of the bytes go either way; the rings inside take NVLink."""
+    one = {**A100, "nics": 1, "gbps_per_nic": 64}
+    for count, times in ((1, 0.5), (2, 0.5 / 2 + 7 / 8)):  # over two machines rings take the cards too
+        nodes = [{**own, "accelerators": 4, "count": count} for own in (one, {**one, "accelerator": "MI250X-GCD"})]
+        found = network(*nodes, staging={"gbytes_per_second": 1e3})
+        group, rate = found.group(range(8 * count)), 8e9 * FIT["between_nodes_fraction"]
+        assert found.reduce_scatter(group, 1e12) == pytest.approx(times * 1e12 / rate, rel=1e-3)
+
+
+def test_a_sum_between_islands_crosses_regions_once_and_shares_them_with_like_ones() -> None:
+    """Two machines and four, apart by 0.5 s, with 8 Gbit/s one way: what the four own goes there. A group on one of the
+    two has the other's beside it, and so half of the rate."""
+    regions = {"names": ["a", "b"], "of_node": {"n0": "a", "n1": "b"}, "gbps": [[1e5, 8], [1e5, 1e5]],
+               "latency_seconds": [[0.0, 0.5], [0.5, 0.0]]}  # fmt: skip
+    nodes = {**A100, "accelerators": 1, "count": 2}, {**MI250X, "accelerators": 1, "count": 4}
+    found, plain = network(*nodes, regions=regions), network(*nodes)
+    for ranks, part in ((range(6), 4 / 6), ((0, 2), 2 * 0.5)):
+        group = found.group(ranks)
+        empty = found.reduce_scatter(group, 1e-6)
+        assert empty == pytest.approx(0.5 + plain.reduce_scatter(group, 1e-6))
+        assert found.reduce_scatter(group, 1e12) - empty == pytest.approx(part * 1e12 / 1e9)
+
+
 def test_a_ring_over_one_node_without_own_links_waits_for_its_host() -> None:
     """T4s meet through their host, A100s beside them do not: each pays for the host's as well."""
     found = network({**A100, "accelerator": "T4"}, A100)

@@ -15,7 +15,8 @@ def test_messages_take_interfaces_of_their_own_kind():
     }
     assert across.hold_seconds > inside.hold_seconds
     one_maker = ClusterSpec.model_validate({**EMULATED, "nodes": [{**NODES[0], "count": 2}]})
-    between_nodes = ClusterNetwork(one_maker).message(1, 2, 10**6)
+    inside, between_nodes = (ClusterNetwork(one_maker).message(1, other, 10**6) for other in (0, 2))
+    assert [len(choices) for choices in inside.interfaces] == [1, 1]  # the rank's own
     assert [len(choices) for choices in between_nodes.interfaces] == [2, 2]  # either of the node's two
 
 
@@ -25,6 +26,10 @@ def test_an_all_reduce_costs_what_the_predictor_says():
     way = network.collective("all_reduce", [0, 1, 2, 3], 10**7)
     expected = network._network.all_reduce(network._network.group([0, 1, 2, 3]), 10**7)
     assert way.hold_seconds + way.latency_seconds == pytest.approx(expected)
+    twice = network.collective("all_reduce", [0, 1, 2, 3], 2 * 10**7)
+    assert twice.hold_seconds == pytest.approx(2 * way.hold_seconds)  # only bytes hold the interfaces
+    assert twice.latency_seconds == pytest.approx(way.latency_seconds)
+    assert way.latency_seconds > 0
 
 
 @pytest.mark.parametrize("parts", [(250, 250, 250, 253), (400, 200, 200, 203)])

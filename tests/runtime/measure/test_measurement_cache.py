@@ -16,15 +16,16 @@ TRAIN = TrainSpec(global_batch=8, seq_len=32)
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HETHUB_CACHE", str(tmp_path))
-    return MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 0, 2)
+    return MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 0, 2, 0.06)
 
 
 def test_what_was_measured_is_remembered(cache):
     assert cache.load() is None
     cache.save(curve(1.0))
     assert cache.load() == curve(1.0)
-    assert MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 1, 2).load() is None  # another rank of the host
-    assert MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 0, 4).load() is None  # each has less of the state
+    assert MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 1, 2, 0.06).load() is None  # another rank of the host
+    assert MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 0, 4, 0.06).load() is None  # each has less of the state
+    assert MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 0, 2, 0.5).load() is None  # nor as much of its memory
 
 
 def test_measurements_by_another_version_do_not_count(cache):
@@ -33,6 +34,15 @@ def test_measurements_by_another_version_do_not_count(cache):
     data["facts"]["torch"] = "1.0"
     cache.path.write_text(json.dumps(data))
     assert cache.load() is None
+
+
+def test_measurements_of_compiled_bodies_do_not_count_for_a_job_that_compiles_none(cache):
+    cache.save(curve(1.0))
+    loaded = [
+        MeasurementCache(TINY, TRAIN.replace(compile=compiles), Device(vendor="cpu"), 0, 2, 0.06).load()
+        for compiles in (False, True)
+    ]
+    assert loaded == [curve(1.0), None]  # a CPU compiles none unless it is asked to
 
 
 def test_measurements_of_another_device_are_refused_by_name(cache):
@@ -54,7 +64,7 @@ def test_a_cache_that_is_no_cache_is_refused(cache):
 def test_a_cache_that_cannot_be_written_is_said_and_nothing_more(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HETHUB_CACHE", str(tmp_path / "file"))
-    cache = MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 0, 2)
+    cache = MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 0, 2, 0.06)
     assert cache.load() is None
     assert "HETHUB_CACHE" in (cache.save(curve(1.0)) or "")
 

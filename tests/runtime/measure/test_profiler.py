@@ -1,7 +1,10 @@
 """The profiler on real ranks: every level of link, every point asked for, one profile on all ranks, and it predicts."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from tests.predictor.plans import TINY, cluster, uniform
 
 pytest.importorskip("torch", reason="needs torch: pip install hethub[train]")
 
+from tests.support.job_files import write_job
 from tests.support.layouts import Case, build_trainer, replica, stage
 from tests.support.ranks import run_ranks
 
@@ -49,6 +53,29 @@ def test_a_smaller_machine_measures_fewer_degrees() -> None:
     assert all(profile == profiles[0] for profile in profiles)
     points = {(t.micro_batch, t.tp) for t in ProfileSpec.model_validate(profiles[0]).devices[0].layers}
     assert points == {(b, tp) for b in (1, 2) for tp in (1, 2)}
+
+
+@pytest.mark.parametrize("compiles", [None, True, False])
+def test_a_job_is_profiled_with_bodies_as_it_runs_them(
+    compiles: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers of a job that compiles nothing were measured compiled, and priced so."""
+    import torch
+
+    from hethub.kernels import bodies
+    from hethub.kernels.device import Device
+    from hethub.runtime.measure import profile_run
+    from hethub.spec.job import load_job
+
+    world = SimpleNamespace(rank=0, device=Device(vendor="cpu"))
+    measured = []
+    monkeypatch.setattr(bodies._Choice, "compiles", None)
+    monkeypatch.setattr(profile_run, "session", lambda job: nullcontext((world, job.cluster)))
+    monkeypatch.setattr(
+        profile_run, "profile_world", lambda *args, **more: measured.append(bodies.compiles_on(torch.device("cpu")))
+    )
+    profile_run.profile_ranks(load_job(write_job(tmp_path, train={"compile": compiles})), lambda *told: None)
+    assert measured == [bool(compiles)]
 
 
 @pytest.mark.parametrize(("stands_still", "on_device"), [(False, False), (True, False), (True, True)])

@@ -3,7 +3,7 @@
 import pytest
 
 from hethub.predictor.cost.constants import packaged
-from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.cost.software import HETHUB, hethub_software
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.runtime.measure.measured_speeds import STEPS, MeasuredSpeeds, estimated
 from hethub.runtime.measure.rank_times import RankTimes, planned_seconds
@@ -20,6 +20,13 @@ def test_layers_and_ends_add_up_to_the_predicted_microbatch():
         for kind, parts in ((Kind.FORWARD, microbatch.forward), (Kind.BACKWARD, microbatch.backward)):
             own = sum(times.layer(kind, layer, samples) for layer in range(bound.stages[assignment.stage].num_layers))
             assert own == pytest.approx(parts.compute)
+
+
+def test_gradients_of_weights_that_are_put_off_leave_the_backward():
+    whole, apart = (planned_seconds(layout(schedule=schedule), None) for schedule in ("1f1b", "zero_bubble"))
+    for one, other in zip(whole, apart, strict=True):
+        assert other[Kind.BACKWARD] + other[Kind.WEIGHT] == pytest.approx(one[Kind.BACKWARD])
+        assert other[Kind.FORWARD] == one[Kind.FORWARD]
 
 
 def test_a_slowdown_slows_all_that_a_rank_computes():
@@ -56,15 +63,16 @@ def test_speeds_of_a_long_run_are_told_by_its_last_steps():
         assert found.layers[0].forward_seconds == pytest.approx(2 * usual.layers[0].forward_seconds)
 
 
-def test_an_update_is_slow_by_what_updates_took():
+@pytest.mark.parametrize("compiles", [None, True, False])
+def test_an_update_is_slow_by_what_updates_took(compiles):
     """Ranks twice as slow as planned in their layers and three times in their updates; the first step's update comes
     behind it. A plan that the measured speeds are asked of is foretold what it took."""
-    bound, speeds = layout(), MeasuredSpeeds()
-    planned = planned_seconds(bound, None)
+    bound, speeds, software = layout(), MeasuredSpeeds(), hethub_software(compiles)
+    planned = planned_seconds(bound, None, software=software)
     factors = {Kind.FORWARD: 2.0, Kind.BACKWARD: 2.0, Kind.STEP: 3.0}
     taken = [{kind: factors[kind] * seconds for kind, seconds in own.items()} for own in planned]
     speeds.note(bound, [{**own, Kind.STEP: 0.0} for own in taken], planned)
     for _ in range(2):
         speeds.note(bound, taken, planned)
-    again = planned_seconds(bound, speeds.profile(bound, None))
+    again = planned_seconds(bound, speeds.profile(bound, None, software), software=software)
     assert again == [{kind: pytest.approx(seconds) for kind, seconds in own.items()} for own in taken]

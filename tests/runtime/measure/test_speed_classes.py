@@ -2,6 +2,7 @@
 
 import pytest
 
+from hethub.predictor.cost.links import Network
 from hethub.runtime.measure.speed_classes import combine, seconds_per_sample, speed_classes, tell_apart
 from hethub.spec.cluster import ClusterSpec
 from tests.support.curves import TINY, curve
@@ -25,6 +26,12 @@ def test_one_lucky_micro_batch_makes_no_rank_faster():
     assert [device.accelerator for device in found.profile.devices] == ["CPU-core"]
 
 
+def test_ranks_are_compared_by_whole_layers_whatever_shards_they_measured():
+    shards = [timing.replace(tp=2, forward_seconds=1e-3) for timing in curve(1.0).layers]
+    more = curve(1.0).replace(layers=(*curve(1.0).layers, *shards))
+    assert seconds_per_sample(CLUSTER.places, [curve(1.0), more, more]) == pytest.approx([1.0] * 3)
+
+
 def test_ranks_are_compared_by_the_micro_batches_that_all_of_them_measured():
     small = curve(1.0).replace(layers=curve(1.0).layers[:1])
     (found,) = {*seconds_per_sample(CLUSTER.places, [curve(1.0), small, curve(1.0)])}
@@ -43,6 +50,9 @@ def test_a_machine_that_was_split_keeps_its_own_links():
     found = combine(TINY, CLUSTER, [curve(3.0), curve(1.0), curve(1.0)], fresh=True)
     assert {device.accelerator for device in found.profile.devices} == {"CPU-core", "CPU-core~1"}
     assert {link.operation for link in found.profile.links} == {"send", "all_reduce"}
+    assert Network(found.cluster, profile=found.profile).link(0, 1) == pytest.approx(Network(CLUSTER).link(0, 1))
+    (gbps,) = {node.gbps_per_nic for node in found.cluster.nodes}
+    assert gbps == 8 * CLUSTER.nodes[0].device.link_gbytes_per_second  # Gbit/s of what is told in GB/s
     assert "rank 0 (CPU-core~1) measured itself: 3e+03 ms a layer and sample, largest micro-batch 8" in found.lines
 
 

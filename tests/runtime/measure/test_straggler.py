@@ -10,15 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hethub.predictor import LayerCost
+from hethub.predictor import LayerCost, predict
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
+from hethub.predictor.cost.software import HETHUB, hethub_software
 from hethub.runtime.checkpoint import CheckpointManager
 from hethub.runtime.loop import build, replanning
 from hethub.runtime.loop.replanning import Replanner
 from hethub.runtime.loop.trainer import Trainer
 from hethub.runtime.measure.rank_times import planned_seconds
-from hethub.runtime.measure.straggler import Noted, Remedy, Straggler, StragglerDetector, planning_seconds, slowed
-from hethub.spec.job import StragglerSpec, TrainSpec
+from hethub.runtime.measure.straggler import (
+    Noted,
+    Remedy,
+    Straggler,
+    StragglerDetector,
+    find_remedy,
+    planning_seconds,
+    slowed,
+)
+from hethub.spec.job import StragglerSpec, TrainSpec, load_job
+from hethub.spec.layout.bind import bind
 from hethub.spec.plan import load_plan
 from tests.planner.test_profiled import profile
 from tests.support.command import ranks
@@ -170,14 +180,18 @@ def test_the_search_for_a_plan_is_far_shorter_than_the_others_patience():
     assert planning_seconds(spec(2.0, 120.0)) == 2.0
 
 
-@pytest.mark.parametrize("given", [None, profile({"T4": 1e-3}, layout().model)])
-def test_slow_ranks_get_accelerators_of_their_own_that_take_as_much_longer(given):
+@pytest.mark.parametrize("software", [HETHUB, hethub_software(False)])
+@pytest.mark.parametrize(
+    "given", [None, *(profile({name: 1e-3}, layout().model) for name in ("T4", "A100-SXM4-80GB!1"))]
+)
+def test_slow_ranks_get_accelerators_of_their_own_that_take_as_much_longer(given, software):
     bound = layout()
-    told, measured = slowed(bound, given, {1: 2.04})
+    told, measured = slowed(bound, given, {1: 2.04}, software)
     names = [place.accelerator.name for place in told.places]
     assert names == ["A100-SXM4-80GB", "A100-SXM4-80GB!1", "MI250X-GCD", "MI250X-GCD"]
-    plain = LayerCost(bound.model, bound.cluster.places[1].accelerator, 32, "fp32")
-    slow = ProfiledLayerCost(bound.model, told.places[1].accelerator, 32, "fp32").use(measured.device(names[1], "fp32"))
+    asked = (32, "fp32", software)
+    plain = LayerCost(bound.model, bound.cluster.places[1].accelerator, *asked)
+    slow = ProfiledLayerCost(bound.model, told.places[1].accelerator, *asked).use(measured.device(names[1], "fp32"))
     assert slow.layer(4).total == pytest.approx(2 * plain.layer(4).total)
     assert slow.head(2).total == pytest.approx(2 * plain.head(2).total)
 
@@ -200,6 +214,13 @@ def job(folder, slowdown, steps=9, **more):  # one behind the second checkpoint:
         rehearsal={"slowdown": slowdown}, constraints={"pp": 1, "tp": 1},
         drift={"threshold": 0.2, "steps": 2}, checkpoint={"every_steps": 4, "keep": 2}, **more,
     )  # fmt: skip
+
+
+def test_where_the_only_slow_rank_is_well_again_a_plan_is_sought_for_ranks_as_planned(tmp_path):
+    """A run without a profile, which went on under a plan for the slow rank, died there."""
+    own = load_job(job(tmp_path, {}))
+    bound = bind(load_plan(own.plan_path), own.model, own.cluster)
+    assert find_remedy(own, bound, None, {}).present_step_seconds == predict(bound).step_seconds
 
 
 def losses(run):
