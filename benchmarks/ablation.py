@@ -120,7 +120,6 @@ CHANGES: dict[str, Change] = {
     # search
     "no descents": with_effort(descents=0),
     "no climbs": with_effort(climbs=0, arrangements=0),
-    "no move of layers": constant(f"{NEAR}._layers", nothing),
     "no next micro-batch": constant(f"{NEAR}._micro_batches", nothing),
     "no even microbatches": constant(f"{NEAR}._even_microbatches", nothing),
     "no other mode": constant(f"{NEAR}._modes", nothing),

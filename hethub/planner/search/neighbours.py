@@ -38,7 +38,6 @@ def _changed(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candid
     else:
         pairs = [(min(slowest, other), max(slowest, other)) for other in range(count) if other != slowest]
         some = sorted({0, slowest, count - 1})
-    yield _layers(candidate, pairs)
     yield (with_room(near) for near in _micro_batches(candidate, problem, some))
     if not problem.constraints.micro_batch:
         yield (with_room(near) for near in _even_microbatches(candidate, costs, some))
@@ -50,20 +49,6 @@ def _changed(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candid
     if problem.size <= MOST_NUDGED:
         yield _made_to_fit(_more_replicas(candidate, problem, some), costs)
         yield nudges(candidate)
-
-
-def _layers(candidate: Candidate, pairs: list[tuple[int, int]]) -> Iterator[Candidate]:
-    """One layer from one stage of a pair to the other."""
-    for a, b in pairs:
-        for giver, taker in ((a, b), (b, a)):
-            if candidate.stages[giver].layers > 1:
-                yield _shifted(candidate, giver, taker, 1)
-
-
-def _shifted(candidate: Candidate, giver: int, taker: int, layers: int) -> Candidate:
-    fewer = replace(candidate.stages[giver], layers=candidate.stages[giver].layers - layers)
-    more = replace(candidate.stages[taker], layers=candidate.stages[taker].layers + layers)
-    return candidate.with_stages({giver: fewer, taker: more})
 
 
 def _micro_batches(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Iterator[Candidate]:
@@ -259,6 +244,12 @@ def _moved(candidate: Candidate, giver: int, own: ReplicaGroup, taker: int) -> C
     stage, target = candidate.stages[giver], candidate.stages[taker]
     more = target.with_groups([*target.groups, own._replace(number=1)])
     return candidate.with_stages({giver: stage.with_groups(_less(stage, own)), taker: more})
+
+
+def _shifted(candidate: Candidate, giver: int, taker: int, layers: int) -> Candidate:
+    fewer = replace(candidate.stages[giver], layers=candidate.stages[giver].layers - layers)
+    more = replace(candidate.stages[taker], layers=candidate.stages[taker].layers + layers)
+    return candidate.with_stages({giver: fewer, taker: more})
 
 
 def _exchanged(
