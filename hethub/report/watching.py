@@ -63,7 +63,7 @@ def _state(path: Path) -> tuple[str, bool]:
     if host == socket.gethostname() and os.path.isdir("/proc/self"):
         began = started_ticks(pid)
         if began is None or began != record.get("started_ticks", began):
-            return f"process {pid} ended without a word; go on with --resume {shlex.quote(str(path))}", False
+            return f"process {pid} ended before the run did; go on with --resume {shlex.quote(str(path))}", False
     return f"process {pid} on {host} runs it since {since}", True
 
 

@@ -313,7 +313,7 @@ def test_watch_says_how_far_a_run_is_and_who_runs_it(tmp_path, capsys, monkeypat
         assert words in out
     before = {"host": os.uname().nodename, "pid": os.getpid(), "started_ticks": 1, "since": "then"}  # had this number
     (tmp_path / "owner.json").write_text(json.dumps(before))
-    gone = f"process {os.getpid()} ended without a word; go on with --resume 'a run'"
+    gone = f"process {os.getpid()} ended before the run did; go on with --resume 'a run'"
     assert gone in printed(capsys, "watch", tmp_path)
     (tmp_path / "owner.json").unlink()
     assert "nobody runs it now" in printed(capsys, "watch", tmp_path, "--once")
