@@ -41,30 +41,26 @@ class Group:
     def most_per_machine(self) -> int:
         return max([count for _, count in self.machines])
 
-    def exchanged(self, operation: Operation, island: str) -> Exchanged:
-        """What all ranks of an island exchange with the others; of an all-reduce, half of it.
+    def exchanged(self, operation: Operation, island: str, machine: int) -> Exchanged:
+        """What the ranks on one machine of an island exchange with other islands; of an all-reduce, half of it.
 
         As `hethub/communicator/bridge/routes.py` does it. Partials travel to who owns their sum: an island sends what others
         own, in equal parts of its ranks, and each of these receives what it owns from every other island; a gather is the
         mirror image. An all-reduce cuts the data into equal parts whatever ranks own.
         """
-        return self._exchanged(operation, island, 1.0, self._owned_by[island])
-
-    def exchanged_on(self, operation: Operation, island: str, machine: int) -> Exchanged:
-        """What its ranks on one machine exchange."""
-        ranks, owned = self._on[machine]
+        ranks, owned, _ = self._on[machine]
         return self._exchanged(operation, island, ranks / self._ranks_of[island], owned)
 
     def exchanged_at_most(self, operation: Operation, island: str, machine: int) -> Exchanged:
-        """What that rank of the machine exchanges which owns most."""
-        place = [own for own, _ in self.machines].index(machine)
-        return self._exchanged(operation, island, 1.0 / self._ranks_of[island], self._owned.most[place])
+        """What that rank of them exchanges which owns most."""
+        _, _, most = self._on[machine]
+        return self._exchanged(operation, island, 1.0 / self._ranks_of[island], most)
 
     def _exchanged(self, operation: Operation, island: str, part: float, owned: float) -> Exchanged:
         """What some of an island's ranks do that send a part of what it sends and own so much."""
         others = len(self.islands) - 1
         if operation == "all_reduce":
-            return Exchanged(*(part * others / (others + 1),) * 2)
+            return Exchanged(part * others / (others + 1), part * others / (others + 1))
         reduced = Exchanged(part * (1.0 - self._owned_by[island]), others * owned)
         return reduced if operation == "reduce_scatter" else Exchanged(*reduced[::-1])
 
@@ -74,7 +70,7 @@ class Group:
         """What islands exchange by the places that it leaves and enters, as if every rank had a part for each of the
         others'; `place_of` tells a machine's island and place."""
         relayed, owned = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-        for machine, (ranks, own) in self._on.items():
+        for machine, (ranks, own, _) in self._on.items():
             island, place = place_of[machine]
             relayed[island, place] += ranks / self._ranks_of[island]  # type: ignore[assignment]
             owned[island, place] += own  # type: ignore[assignment]
@@ -103,8 +99,9 @@ class Group:
         return {island: own for (island, _), own in zip(self.islands, self._owned.by_island, strict=True)}
 
     @cached_property
-    def _on(self) -> dict[int, tuple[int, float]]:
-        """By machine, its ranks and what they own."""
+    def _on(self) -> dict[int, tuple[int, float, float]]:
+        """By machine its ranks, what they own, and the most of one of them."""
         return {
-            machine: (ranks, own) for (machine, ranks), own in zip(self.machines, self._owned.by_machine, strict=True)
+            machine: (ranks, own, most)
+            for (machine, ranks), own, most in zip(self.machines, self._owned.by_machine, self._owned.most, strict=True)
         }

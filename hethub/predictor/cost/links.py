@@ -324,7 +324,7 @@ class Network:
             wire = "bridge" if links.between_islands.gbps_per_node is not None else "cards"
             for machine, _ in group.machines:
                 node = self.machines[machine]
-                here = group.exchanged_on(operation, node.device.vendor, machine)
+                here = group.exchanged(operation, node.device.vendor, machine)
                 for way, part in zip((OUT, IN), here, strict=True):
                     if wire == "bridge" or self._has_cards(node):
                         found[Resource(wire, machine, way)] = num_bytes * part
@@ -375,7 +375,7 @@ class Network:
         for machine, _ in group.machines:
             node = self.machines[machine]
             island = node.device.vendor
-            here = num_bytes * max(group.exchanged_on(operation, island, machine)) * min(sharing, node.accelerators)
+            here = num_bytes * max(group.exchanged(operation, island, machine)) * min(sharing, node.accelerators)
             if links.staging.per_host_gbytes_per_second is not None:
                 seconds.append(here / max(least, self.rate(Resource("host", machine))))
             if links.between_islands.gbps_per_node is not None:
