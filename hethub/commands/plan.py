@@ -121,7 +121,7 @@ def plan(options: argparse.Namespace) -> None:
         save_plan(result.plan, options.out, planned_for(job))
         written.append(options.out)
     if folder is not None:
-        written += save_alone(result.homogeneous_parts, job.model, folder)
+        written += save_alone(result.homogeneous_parts, planned_for(job), folder)
     assumed = assumed_speeds(cluster, result.plan.precision, profile)
     if options.json:
         reasons = not_trained(result.plan, job.model, cluster)
@@ -199,7 +199,7 @@ def predict(options: argparse.Namespace) -> None:
     if options.alone is not None:
         from hethub.report.explanation import save_alone
 
-        written += save_alone(chosen.homogeneous_parts or (), job.model, options.alone)
+        written += save_alone(chosen.homogeneous_parts or (), job, options.alone)
     assumed = assumed_speeds(job.cluster, chosen.plan.precision, profile)
     if options.json:
         alone = [each.to_dict() for each in chosen.homogeneous_parts or ()]

@@ -87,6 +87,15 @@ def test_every_device_type_alone_is_printed_and_saved_as_a_plan(capsys, tmp_path
     assert (tmp_path / "again" / "0-CPU-core-amd" / "plan.yaml").read_text() == (saved[0] / "plan.yaml").read_text()
 
 
+def test_a_device_type_alone_is_predicted_from_its_file_as_it_was_planned(capsys, tmp_path):
+    """What the job compiles and keeps free was not in the file: H200s of joint-16 were then said to be 17 % faster."""
+    sets = ["--set", "train.compile=true", "--set", "constraints.reserve=0.3"]
+    found = answer(capsys, "plan", LAPTOP, *sets, "--alone", tmp_path / "alone")
+    for folder, planned in zip(sorted((tmp_path / "alone").iterdir()), found["kinds_alone"], strict=True):
+        assert load_plan(folder / "plan.yaml").job.reserve == 0.3
+        assert answer(capsys, "predict", folder / "plan.yaml")["tokens_per_second"] == planned["tokens_per_second"]
+
+
 def test_a_reader_that_has_seen_enough_is_told_nothing(tmp_path):
     """`hethub predict … | head -c 1`"""
     job = write_job(tmp_path / "job")
