@@ -16,7 +16,7 @@ from hethub.runtime.going_on import check_unchanged
 from hethub.runtime.launch.consensus import broadcast, consensus
 from hethub.runtime.launch.preflight import Facts
 from hethub.runtime.measure.autotune import measure_ranks
-from hethub.runtime.measure.speed_classes import tell_apart_as
+from hethub.runtime.measure.speed_classes import keep_forbidden, tell_apart_as
 from hethub.runtime.run_claim import RunClaim
 from hethub.runtime.run_folder import RunFolder, default_run_folder, run_and_step, same_ranks
 from hethub.spec.cluster import ClusterSpec, load_cluster
@@ -184,7 +184,7 @@ def _decide(
                 job.model,
                 cluster,
                 job.spec.train.batch,
-                constraints,
+                keep_forbidden(constraints, cluster),
                 strategy=strategy,
                 with_bounds=False,
                 profile=profile,
