@@ -17,6 +17,7 @@ from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
     from hethub.predictor.cost.profile import ProfileSpec
+    from hethub.spec.accelerator import Precision
     from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import Job
     from hethub.spec.plan import PlannedFor, PlanSpec
@@ -109,16 +110,19 @@ def measured_for(options: argparse.Namespace, job: "Job") -> "ProfileSpec | None
     return Calibration(options.calibrate).profile(*asked)
 
 
-def measured_beside(options: argparse.Namespace) -> "ProfileSpec | None":
-    """As `measured_for`, where a command takes plan files and --job may name their job."""
-    from hethub.predictor.cost.profile import load_profile
+def measured_beside(
+    options: argparse.Namespace, made_for: "PlannedFor", precision: "Precision"
+) -> "ProfileSpec | None":
+    """As `measured_for`, of a plan file whose job --job may name. Raises BadInput where the profile given is not for it."""
+    from hethub.predictor.cost.profile import profile_of
     from hethub.spec.job import load_job
 
     if options.job is not None:
         return measured_for(options, load_job(options.job))
     if options.calibrate is not None:
         raise BadInput(f"--calibrate {options.calibrate}: it needs the plans' job file; name it with --job JOB.yaml.")
-    return None if options.profile is None else load_profile(options.profile)
+    given = options.profile
+    return None if given is None else profile_of(given, made_for.model, made_for.cluster, precision)
 
 
 def refuse_profile_beside_calibrate(profile: Path | None, job: "Job") -> None:
@@ -226,13 +230,15 @@ def made_for(plan: "PlanSpec", path: Path, job_path: Path | None) -> "PlannedFor
     current folder. Raises BadInput.
     """
     from hethub.spec.cluster import ClusterSpec
-    from hethub.spec.job import load_job
+    from hethub.spec.job import load_job, load_plan_of
     from hethub.spec.lookup import find_named
     from hethub.spec.model import ModelSpec
     from hethub.spec.plan import PlannedFor
 
     if job_path is not None:
-        return planned_for(load_job(job_path))
+        job = load_job(job_path)
+        load_plan_of(job, path)  # refused where it is for another batch
+        return planned_for(job)
     if plan.job is not None:
         return plan.job
     return PlannedFor(

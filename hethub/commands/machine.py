@@ -68,7 +68,7 @@ def launch(options: argparse.Namespace) -> int:
         "--plan": options.plan, "--profile": options.profile, "--run-dir": options.run_dir, "--resume": options.resume,
     }  # fmt: skip
     extra += [word for name, path in named.items() if path is not None for word in (name, str(path))]
-    extra += ["--accept-changes"] if options.accept_changes else []
+    extra += ["--accept-changes"] * options.accept_changes + ["--debug"] * options.debug
     with asked_by(job.base / job.spec.cluster):
         if strange := makers_not_started(cluster, range(cluster.size)):
             raise BadInput(

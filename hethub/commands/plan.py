@@ -121,7 +121,7 @@ def plan(options: argparse.Namespace) -> None:
         save_plan(result.plan, options.out, planned_for(job))
         written.append(options.out)
     if folder is not None:
-        written += save_alone(result.homogeneous_parts, job.model, folder)
+        written += save_alone(result.homogeneous_parts, planned_for(job), folder)
     assumed = assumed_speeds(cluster, result.plan.precision, profile)
     if options.json:
         reasons = not_trained(result.plan, job.model, cluster)
@@ -152,7 +152,7 @@ def _add_predict(commands: Any) -> None:
 
 def predict(options: argparse.Namespace) -> None:
     from hethub.predictor import predict as make_prediction
-    from hethub.predictor.cost.profile import assumed_speeds, load_profile
+    from hethub.predictor.cost.profile import assumed_speeds, profile_of
     from hethub.predictor.cost.software import hethub_software
     from hethub.predictor.predict import with_staging
     from hethub.spec.job import load_job
@@ -165,9 +165,10 @@ def predict(options: argparse.Namespace) -> None:
         _check_alone(options)
         if is_program_plan(options.job):
             return predict_program_alone(options)
-        profile = None if options.profile is None else load_profile(options.profile)
         chosen, file = _Chosen("plan file", load_plan(options.job), None, None), options.job
         job = made_for(chosen.plan, options.job, None)
+        measured = options.profile
+        profile = None if measured is None else profile_of(measured, job.model, job.cluster, chosen.plan.precision)
         software = hethub_software(job.compile)
     else:
         given = load_job(options.job, options.set)
@@ -199,7 +200,7 @@ def predict(options: argparse.Namespace) -> None:
     if options.alone is not None:
         from hethub.report.explanation import save_alone
 
-        written += save_alone(chosen.homogeneous_parts or (), job.model, options.alone)
+        written += save_alone(chosen.homogeneous_parts or (), job, options.alone)
     assumed = assumed_speeds(job.cluster, chosen.plan.precision, profile)
     if options.json:
         alone = [each.to_dict() for each in chosen.homogeneous_parts or ()]
@@ -297,7 +298,6 @@ def diff(options: argparse.Namespace) -> None:
     programs = [is_program_plan(file) for file in files]
     if any(programs):
         refuse_with_programs(options, "profile", "calibrate")
-    profile = None if all(programs) else measured_beside(options)
 
     def side(path: Path, is_program: bool) -> Any:
         if is_program:
@@ -306,7 +306,7 @@ def diff(options: argparse.Namespace) -> None:
         plan = load_plan(path)
         job = made_for(plan, path, options.job)
         layout = bind_file(path, plan, job.model, job.cluster)
-        return side_of_layout(layout, job.compile, job.reserve, profile)
+        return side_of_layout(layout, job.compile, job.reserve, measured_beside(options, job, plan.precision))
 
     result = compare(*map(side, files, programs))
     if options.json:

@@ -79,7 +79,8 @@ def report(options: argparse.Namespace) -> None:
         plan, out = load_plan(options.what), options.out or Path("report.html")
         job = made_for(plan, options.what, options.job)
         layout = bind_file(options.what, plan, job.model, job.cluster)
-        title, profile, software = f"plan {options.what.name}", measured_beside(options), hethub_software(job.compile)
+        title, software = f"plan {options.what.name}", hethub_software(job.compile)
+        profile = measured_beside(options, job, plan.precision)
         write_page(layout, None, out, title, profile=profile, software=software, reserve=job.reserve)
     print(f"written to {out}")
 

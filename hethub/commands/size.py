@@ -83,14 +83,14 @@ def size(options: argparse.Namespace) -> None:
     job, have = load_job(options.job, options.set), None if options.have is None else load_cluster(options.have)
     refuse_overwriting(options.out, *files_of(job), options.catalogue, options.have, options.calibrate)
     packaged = Path(str(files("hethub.spec").joinpath("catalogue/nodes.yaml")))
-    catalogue, evaluate = load_catalogue(options.catalogue or packaged), _evaluator(job, options.calibrate)
+    catalogue, (evaluate, measured) = load_catalogue(options.catalogue or packaged), _evaluator(job, options.calibrate)
     if budget is not None and all(node.price_per_hour is None for node in catalogue.nodes):
         raise BadInput(
             f"--budget needs prices, and {options.catalogue or 'hethub'} has none; give --catalogue FILE with price_per_hour, "
             "currency and date."
         )
     if options.add:
-        return _add(options, catalogue, evaluate, have)
+        return _add(options, catalogue, evaluate, have, measured)
     question = Question(catalogue=catalogue, tokens=tokens, have=have, deadline_days=deadline, budget=budget)
     with (
         asked_by(job.path, job.source.place),
@@ -98,17 +98,18 @@ def size(options: argparse.Namespace) -> None:
     ):
         found = look(question, evaluate, progress=progress)
     if options.out is not None:
-        write_sizing(found, question, options.out)
+        write_sizing(found, question, options.out, measured)
     if options.json:
-        assumed = assumed_speeds_of(found.node_types, catalogue, have)
+        assumed = assumed_speeds_of(found.node_types, catalogue, have, measured)
         print_json({**found.to_dict(), **_terms(catalogue), "assumed_speeds": assumed})
     else:
-        print_sizing(found, question, options.out)
+        print_sizing(found, question, options.out, measured)
 
 
 def _add(
-    options: argparse.Namespace, catalogue: "CatalogueSpec", evaluate: "Evaluator", have: "ClusterSpec | None"
-) -> None:
+    options: argparse.Namespace, catalogue: "CatalogueSpec", evaluate: "Evaluator", have: "ClusterSpec | None",
+    measured: frozenset[str],
+) -> None:  # fmt: skip
     from hethub.capacity.additions import rank_additions
     from hethub.report.capacity import assumed_speeds_of, print_additions
     from hethub.runtime.progress import counted
@@ -116,7 +117,7 @@ def _add(
     assert have is not None
     with nullcontext() if options.json else counted("sizing", only_on_terminal=True) as progress:
         additions, left_out = rank_additions(catalogue, evaluate, have, progress)
-    assumed = assumed_speeds_of({addition.node for addition in additions}, catalogue, have)
+    assumed = assumed_speeds_of({addition.node for addition in additions}, catalogue, have, measured)
     if options.json:
         lists = {"additions": list(map(vars, additions)), "left_out": list(map(vars, left_out))}
         print_json({**lists, **_terms(catalogue), "assumed_speeds": assumed})
@@ -130,8 +131,9 @@ def _terms(catalogue: "CatalogueSpec") -> dict[str, Any]:
     return {"currency": catalogue.currency, "date": date, "assumptions": catalogue.assumptions.model_dump()}
 
 
-def _evaluator(job: "Job", calibrate: Path | None) -> "Evaluator":
-    """What a cluster's best plan delivers for the job's model and batch, by what it says of speeds."""
+def _evaluator(job: "Job", calibrate: Path | None) -> "tuple[Evaluator, frozenset[str]]":
+    """What a cluster's best plan delivers for the job's model and batch, by what it says of speeds; and the accelerators
+    that were measured."""
     from hethub.planner import plan
     from hethub.predictor.cost.profile import profile_for
     from hethub.predictor.cost.software import hethub_software
@@ -158,4 +160,6 @@ def _evaluator(job: "Job", calibrate: Path | None) -> "Evaluator":
         )  # fmt: skip
         return found.prediction
 
-    return evaluate
+    by = own if calibration is None else calibration.run
+    measured = () if by is None else (device.accelerator for device in by.devices if device.precision == batch[2])
+    return evaluate, frozenset(measured)

@@ -102,11 +102,10 @@ def _alone(incumbent: Incumbent, wanted: bool, processes: int) -> Iterator[Calla
     """What gives every device type's best plan by itself, if it is wanted; None where time is up, since a search cut short
     would understate the bound. Under a time limit nothing runs beside the search."""
     problem = incumbent.problem
-    unlimited = problem.with_constraints(problem.constraints.replace(time_limit_seconds=None))
     beside = wanted and processes > 1 and incumbent.limit_seconds is None
     if beside:
         tabulate(problem, incumbent.costs.unit_costs)  # probes memory: processes forked behind it share what was found
-    with homogeneous_parts_beside(unlimited, processes if beside else 1) as found:
+    with homogeneous_parts_beside(problem, processes if beside else 1) as found:
         yield lambda: found() if wanted and not incumbent.out_of_time else None
 
 

@@ -17,7 +17,7 @@ from hethub.spec.cluster import ClusterSpec
 MOST_OPTIONS, BAR, MOST_LEFT_OUT = 20, 40, 5
 
 
-def print_sizing(found: Sizing, question: Question, out: Path | None) -> None:
+def print_sizing(found: Sizing, question: Question, out: Path | None, measured: Container[str] = ()) -> None:
     """The options that meet what was asked first, and a plot of the frontier of time and price (or size)."""
     console = make_console()
     head, rows = _table(found.options[:MOST_OPTIONS], question.catalogue)
@@ -33,13 +33,13 @@ def print_sizing(found: Sizing, question: Question, out: Path | None) -> None:
         length = max(1, round(BAR * option.days / frontier[-1].days))
         weighed = _price(option, question.catalogue) if priced else _size(option)
         console.print(f"{named(option.nodes):28}{'█' * length} {_figure(option.days)} days, {weighed}")
-    for sentence in _sentences(found, question):
+    for sentence in _sentences(found, question, measured):
         console.print(sentence)
     if out is not None:
         console.print(f"written to {out}")
 
 
-def write_sizing(found: Sizing, question: Question, out: Path) -> None:
+def write_sizing(found: Sizing, question: Question, out: Path, measured: Container[str] = ()) -> None:
     """The same as a self-contained page, with a plot of days and price (accelerators where a price is missing)."""
     priced = have_prices(found.options)
     points = [
@@ -47,7 +47,7 @@ def write_sizing(found: Sizing, question: Question, out: Path) -> None:
     ]
     against = f"cost, {question.catalogue.currency}" if priced else "accelerators"
     body = [
-        *(f"<p>{escape(sentence)}</p>" for sentence in _sentences(found, question)),
+        *(f"<p>{escape(sentence)}</p>" for sentence in _sentences(found, question, measured)),
         "<h2>Frontier</h2>", scatter(points, "days", against),
         "<h2>Options</h2>", html_table(*_table(found.options, question.catalogue)),
     ]  # fmt: skip
@@ -96,7 +96,7 @@ def _size(option: Option) -> str:
     return f"{option.accelerators} accelerators"
 
 
-def _sentences(found: Sizing, question: Question) -> list[str]:
+def _sentences(found: Sizing, question: Question, measured: Container[str]) -> list[str]:
     """What was asked and found, what was left out, and what the figures rest on."""
     catalogue, wanted = question.catalogue, []
     wanted += [] if question.deadline_days is None else [f"in {question.deadline_days:g} days"]
@@ -126,7 +126,7 @@ def _sentences(found: Sizing, question: Question) -> list[str]:
             f"not looked at: {found.not_looked_at:,} mixtures of two node types, {least}{found.might_be_better:,} of which may be a better "
             f"answer{more}{fixed}"
         )
-    if assumed := assumed_speeds_of(found.node_types, catalogue, question.have):
+    if assumed := assumed_speeds_of(found.node_types, catalogue, question.have, measured):
         sentences.append(assumed_sentence(assumed))
     if catalogue.date:
         sentences.append(f"prices of {catalogue.date}; nodes owned cost nothing")
@@ -134,11 +134,14 @@ def _sentences(found: Sizing, question: Question) -> list[str]:
     return [*sentences, f"assumed, not measured (the catalogue's `assumptions` change it): {stated}"]
 
 
-def assumed_speeds_of(used: Container[str], catalogue: CatalogueSpec, have: ClusterSpec | None) -> list[str]:
-    """The accelerators of unknown speed among what is owned and the node types `used`."""
+def assumed_speeds_of(
+    used: Container[str], catalogue: CatalogueSpec, have: ClusterSpec | None, measured: Container[str]
+) -> list[str]:
+    """The accelerators of unknown speed among what is owned and the node types `used`; `measured` ones are known."""
     rented = [node for node in catalogue.nodes if node.name in used]
     owned = () if have is None else have.nodes
-    return sorted({node.device.name for node in (*owned, *rented) if node.device.source == "assumed"})
+    assumed = {node.device.name for node in (*owned, *rented) if node.device.source == "assumed"}
+    return sorted(name for name in assumed if name not in measured)
 
 
 def _alone(found: Sizing, catalogue: CatalogueSpec) -> str:

@@ -11,8 +11,7 @@ from rich.table import Table
 
 from hethub.runtime.console import make_table
 from hethub.spec.documents import write_yaml
-from hethub.spec.model import ModelSpec
-from hethub.spec.plan import PlanSpec, StageSpec, save_plan
+from hethub.spec.plan import PlannedFor, PlanSpec, StageSpec, save_plan
 
 if TYPE_CHECKING:
     from hethub.planner import HomogeneousPart, PlanResult
@@ -64,15 +63,16 @@ def print_alone(alone: Sequence["HomogeneousPart"], console: Console) -> None:
         )
 
 
-def save_alone(alone: Sequence["HomogeneousPart"], model: ModelSpec, folder: Path) -> list[Path]:
-    """Writes a folder per device type; `hethub report` and `diff` read its plan.yaml, cluster.yaml and model.yaml."""
+def save_alone(alone: Sequence["HomogeneousPart"], job: PlannedFor, folder: Path) -> list[Path]:
+    """Writes a folder per device type; `hethub report` and `diff` read its plan.yaml, cluster.yaml and model.yaml. `job`:
+    what the whole plan is for."""
     written = []
     for index, each in enumerate(alone):
         own = folder / f"{index}-{each.accelerator}-{each.island}"
         own.mkdir(parents=True, exist_ok=True)
-        save_plan(each.plan, own / "plan.yaml")
+        save_plan(each.plan, own / "plan.yaml", job.replace(cluster=each.cluster))
         write_yaml(each.cluster.to_dict(), own / "cluster.yaml")
-        write_yaml(model.to_dict(), own / "model.yaml")
+        write_yaml(job.model.to_dict(), own / "model.yaml")
         written.append(own)
     return written
 

@@ -7,13 +7,14 @@ import sys
 import pytest
 import yaml
 
+from hethub import __version__
 from hethub.cli import run
 from hethub.spec.job import load_job
 from hethub.spec.layout.bind import bind
 from hethub.spec.layout.execution import actions
 from hethub.spec.plan import load_plan
 from tests.support.command import HETHUB, PROJECT, Running, one, ranks
-from tests.support.job_files import write_job, write_yaml
+from tests.support.job_files import CLUSTER, MODEL, write_job, write_yaml
 
 PREDICTED = {
     "strategy", "fits", "step_seconds", "step_seconds_interval", "tokens_per_second", "mfu", "percent_of_makers_alone",
@@ -85,6 +86,15 @@ def test_every_device_type_alone_is_printed_and_saved_as_a_plan(capsys, tmp_path
     again = ["predict", str(LAPTOP), "--plan", str(tmp_path / "plan.yaml"), "--alone", str(tmp_path / "again")]
     assert run(again) == 0
     assert (tmp_path / "again" / "0-CPU-core-amd" / "plan.yaml").read_text() == (saved[0] / "plan.yaml").read_text()
+
+
+def test_a_device_type_alone_is_predicted_from_its_file_as_it_was_planned(capsys, tmp_path):
+    """What the job compiles and keeps free was not in the file: H200s of joint-16 were then said to be 17 % faster."""
+    sets = ["--set", "train.compile=true", "--set", "constraints.reserve=0.3"]
+    found = answer(capsys, "plan", LAPTOP, *sets, "--alone", tmp_path / "alone")
+    for folder, planned in zip(sorted((tmp_path / "alone").iterdir()), found["kinds_alone"], strict=True):
+        assert load_plan(folder / "plan.yaml").job.reserve == 0.3
+        assert answer(capsys, "predict", folder / "plan.yaml")["tokens_per_second"] == planned["tokens_per_second"]
 
 
 def test_a_reader_that_has_seen_enough_is_told_nothing(tmp_path):
@@ -283,3 +293,18 @@ def test_no_command_is_imported_with_torch_but_those_that_need_it():
         PROJECT, {},
     ).end()  # fmt: skip
     assert ended.stdout.strip() == "[]"
+
+
+def test_what_was_measured_is_called_assumed_neither_by_plan_nor_by_size(tmp_path, capsys):
+    """size, whose answer rests on the job's profile as plan's does, called the same accelerators assumed."""
+    job = write_job(tmp_path, plan="auto", profile="measured.json")
+    layer = {"micro_batch": 1, "seq_len": 32, "tp": 1, "forward_seconds": 0.1, "backward_seconds": 0.2}
+    device = {"accelerator": "CPU-core", "precision": "fp32", "layers": [layer]}
+    measured = {"date": "2026-01-01", "hethub": __version__, "software": "test", "model": MODEL, "devices": [device]}
+    (tmp_path / "measured.json").write_text(json.dumps(measured))
+    nodes = write_yaml(tmp_path / "nodes.yaml", {"nodes": [{**CLUSTER["nodes"][0], "count": 2}]})
+    asked = ("size", job, "--tokens", "1e6", "--catalogue", nodes)
+    assert answer(capsys, "plan", job)["assumed_speeds"] == answer(capsys, *asked)["assumed_speeds"] == []
+    assert run([*map(str, asked), "--out", str(tmp_path / "size.html")]) == 0
+    assert "CPU-core is assumed" not in capsys.readouterr().out + (tmp_path / "size.html").read_text()
+    assert answer(capsys, *asked, "--set", "profile=null")["assumed_speeds"] == ["CPU-core"]

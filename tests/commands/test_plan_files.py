@@ -44,6 +44,21 @@ def test_a_plan_made_with_set_is_predicted_drawn_and_compared_from_its_file_alon
     assert answer(capsys, "diff", "plan.yaml", "plan.yaml")["differences"] == []
 
 
+def test_a_plan_is_refused_beside_another_batch_or_measurements_of_none_of_its_accelerators(tmp_path, capsys):
+    """`predict JOB` refused both; what took the plan file left the profile aside, and the job's batch."""
+    file = write_job(tmp_path).with_name("plan.yaml")
+    larger = write_job(tmp_path / "larger", train={"global_batch": 16})
+    layer = {"micro_batch": 1, "seq_len": 32, "tp": 1, "forward_seconds": 0.1, "backward_seconds": 0.2}
+    device = {"accelerator": "CPU-core", "precision": "bf16", "layers": [layer]}
+    measured = {"date": "2026-01-01", "hethub": __version__, "software": "test", "model": MODEL, "devices": [device]}
+    (tmp_path / "other.json").write_text(json.dumps(measured))
+    for given, said in ((("--job", larger), "global_batch 8"), (("--profile", tmp_path / "other.json"), "in bf16")):
+        commands = [["report", file], ["diff", file, file], *([["predict", file]] if "--profile" in given else [])]
+        for command in commands:
+            assert run([*map(str, (*command, *given))]) == 2
+            assert said in capsys.readouterr().err
+
+
 def test_what_was_measured_counts_for_plans_that_are_drawn_and_compared_too(tmp_path, capsys, monkeypatch):
     """By estimates a pipeline was called slower that a slow link, which was measured, made 18 times as fast."""
     monkeypatch.chdir(tmp_path)

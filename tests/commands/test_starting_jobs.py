@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hethub.cli import run
 from hethub.planner import plan
 from hethub.runtime.launch.preflight import Facts
 from hethub.runtime.loop.plan import _left_at_defaults
@@ -49,3 +50,13 @@ def test_a_laptops_defaults_on_devices_are_warned_of(tmp_path: Path) -> None:
     assert [text.split()[1] for text in told] == ["train.precision", "train.steps", "checkpoint.every_steps"]
     assert _left_at_defaults(left, [cpu, cpu]) == []
     assert _left_at_defaults(job, [gpu, gpu]) == []  # whose own these are
+
+
+def test_tracebacks_that_launch_is_asked_for_are_its_ranks_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`launch --debug` showed those of its own alone, which has hardly any."""
+    for given in ([], ["--debug"], ["--accept-changes"]):
+        assert run(["launch", str(write_job(tmp_path)), "--dry-run", *given]) == 0
+        told = capsys.readouterr().out
+        assert [word for word in ("--debug", "--accept-changes") if word in told] == given

@@ -27,7 +27,8 @@ def homogeneous_parts(problem: Problem, processes: int = 1) -> Alone:
 def homogeneous_parts_beside(problem: Problem, processes: int) -> Iterator[Callable[[], Alone]]:
     """What gives every device type alone with its part of the batch; None where the bound is undefined, a device type's part being no
     sample. With several processes the device types are planned beside what the caller does before it asks."""
-    parts = _parts(problem)
+    # Under no time limit: a search that is cut short would understate the sum.
+    parts = _parts(problem.with_constraints(problem.constraints.replace(time_limit_seconds=None)))
     if parts is None:
         yield lambda: None
         return

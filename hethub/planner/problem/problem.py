@@ -161,7 +161,7 @@ class Problem:
     def forbids_any(self, mixtures: Iterable[Iterable[int]]) -> bool:
         """Whether one of these mixtures of device types holds a pair that may not share a stage."""
         return bool(self.forbidden) and any(
-            pair <= set(device_types) for device_types in mixtures for pair in self.forbidden
+            pair <= device_types for device_types in map(set, mixtures) for pair in self.forbidden
         )
 
     @property

@@ -37,9 +37,9 @@ class Calibration:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._run = load_profile(path) if path.suffix == ".json" else None
+        self.run = load_profile(path) if path.suffix == ".json" else None  # what a run measured; None of a table
         self._cases: list[Case] = []
-        if self._run is None:
+        if self.run is None:
             self._cases = [case for case in self._read() if not case.suspect]
             self._corrected = corrected(packaged(), self._cases)
 
@@ -55,7 +55,7 @@ class Calibration:
 
     def constants(self) -> Constants:
         """The packaged constants with its corrections."""
-        return self._corrected if self._run is None else _with_speeds(packaged(), self._run)
+        return self._corrected if self.run is None else _with_speeds(packaged(), self.run)
 
     def profile(
         self, model: ModelSpec, cluster: ClusterSpec, batch: tuple[int, int, Precision], software: Software = HETHUB
@@ -65,13 +65,13 @@ class Calibration:
 
         Raises BadInput where another model was measured: what its layers tell of this one's nobody has shown.
         """
-        if self._run is not None:
+        if self.run is not None:
             try:
-                self._run.check_model(model)
-                self._run.check_version()
+                self.run.check_model(model)
+                self.run.check_version()
             except BadInput as reason:
                 raise BadInput(f"{self.path}: {reason}") from None
-            return self._run
+            return self.run
         for case in self._cases:
             _check_model(self.path, case, model)
         devices = {node.device.name: node.device for node in cluster.nodes}

@@ -157,12 +157,18 @@ def profile_for(job: "Job", path: Path | None) -> ProfileSpec | None:
     if path is None and job.spec.profile is None:
         return None
     file = path or job.base / str(job.spec.profile)
+    return profile_of(file, job.described, job.cluster, job.spec.train.precision)
+
+
+def profile_of(file: Path, model: ModelSpec | None, cluster: ClusterSpec | None, precision: Precision) -> ProfileSpec:
+    """The profile in a file. Raises BadInput, which names it, where it is not of model and cluster, as far as these are
+    known."""
     profile = load_profile(file)
     try:
-        if job.cluster is not None:
-            profile.check_devices(job.cluster, job.spec.train.precision)
-        if job.described is not None:
-            profile.check_model(job.described)
+        if cluster is not None:
+            profile.check_devices(cluster, precision)
+        if model is not None:
+            profile.check_model(model)
     except BadInput as error:
         raise BadInput(f"{file}: {error}") from None
     return profile

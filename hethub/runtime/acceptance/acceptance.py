@@ -10,6 +10,7 @@ import torch
 
 import hethub
 from hethub.communicator import World
+from hethub.kernels.bodies import choose
 from hethub.kernels.device import all_devices
 from hethub.runtime.acceptance.exchange import check_exchange
 from hethub.runtime.acceptance.staging import check_staging
@@ -109,6 +110,7 @@ def _speaks_for_type(world: World, ranks: list[dict[str, Any]]) -> bool:
 def _parity(world: World, job: Job | None, progress: Progress) -> list[Row]:
     """The job's layer, head and optimizer step, or those of a usual model, against fp64."""
     subject = subject_of(job, world.device)
+    choose(subject.train.compile)  # layers as the job runs them
     masks = job is not None and job.spec.data.document_mask
     try:
         return check_device(

@@ -16,7 +16,7 @@ from hethub.runtime.going_on import check_unchanged
 from hethub.runtime.launch.consensus import broadcast, consensus
 from hethub.runtime.launch.preflight import Facts
 from hethub.runtime.measure.autotune import measure_ranks
-from hethub.runtime.measure.speed_classes import tell_apart_as
+from hethub.runtime.measure.speed_classes import keep_forbidden, tell_apart_as
 from hethub.runtime.run_claim import RunClaim
 from hethub.runtime.run_folder import RunFolder, default_run_folder, run_and_step, same_ranks
 from hethub.spec.cluster import ClusterSpec, load_cluster
@@ -184,7 +184,7 @@ def _decide(
                 job.model,
                 cluster,
                 job.spec.train.batch,
-                constraints,
+                keep_forbidden(constraints, cluster),
                 strategy=strategy,
                 with_bounds=False,
                 profile=profile,
@@ -243,15 +243,18 @@ def is_kept(saved: PlanSpec | ProgramPlanSpec, ranks: int, job: Job, cluster: Cl
 
 def _measured_before(folder: RunFolder, job: Job, cluster: ClusterSpec) -> tuple[ClusterSpec, ProfileSpec | None]:
     """What a run that goes on under a plan had measured of these ranks, so that it goes on counting, and the cluster as that
-    tells them apart; None where it had measured nothing, or with other software or other ranks than these."""
+    tells them apart; None where it had measured nothing, or with other software, another `train.compile` or other ranks
+    than these."""
     try:
+        made_for = load_plan(folder.plan).job
         profile = load_profile(folder.profile)
         profile.check_version()
         profile.check_devices(cluster, job.spec.train.precision)
         told = tell_apart_as(cluster, load_cluster(folder.cluster))
     except BadInput:
         return cluster, None
-    return (told, profile) if folder.has_ranks_of(told) else (cluster, None)
+    is_alike = folder.has_ranks_of(told) and (made_for is None or made_for.compile == job.spec.train.compile)
+    return (told, profile) if is_alike else (cluster, None)
 
 
 def _defaults_of_laptops(spec: JobSpec) -> list[str]:

@@ -12,7 +12,7 @@ from hethub.predictor.cost.profile import ProfileSpec
 from hethub.runtime.launch.session import session
 from hethub.runtime.measure.profiler import profile_world
 from hethub.spec.accelerator import Precision
-from hethub.spec.job import Job, TrainSpec
+from hethub.spec.job import CommunicatorSpec, Job, TrainSpec
 from hethub.spec.layout.tensors import tp_degrees
 from hethub.spec.model import ModelSpec
 
@@ -55,12 +55,21 @@ def subject_of(job: Job | None, device: Device) -> Subject:
     return Subject(model=CPU_MODEL, train=TrainSpec(seq_len=256))
 
 
+def _communicator(job: Job | None) -> CommunicatorSpec | None:
+    """The job's relay and lanes, which carry what links are measured by; the wire that predictions count; patience for
+    ranks that measure longer than others."""
+    if job is None:
+        return None
+    given, usual = job.spec.communicator, CommunicatorSpec()
+    return given.replace(wire="exact", timeout_seconds=max(given.timeout_seconds, usual.timeout_seconds))
+
+
 def profile_ranks(job: Job | None, progress: Callable[[int, int, str], None]) -> tuple[ProfileSpec, bool]:
     """The profile of every accelerator and link of the started ranks, and whether this rank is the one to speak.
 
     `progress(done, total, what)` is told of every point. Raises BadInput as `hethub train` does, RunFailed afterwards.
     """
-    with session(job) as (world, cluster):
+    with session(job, _communicator(job)) as (world, cluster):
         subject, place = subject_of(job, world.device), cluster.places[world.rank]
         choose(subject.train.compile)  # layers as the job runs them
         ranks_of_a_node = sum(other.machine == place.machine for other in cluster.places)

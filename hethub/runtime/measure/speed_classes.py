@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby, product
 from statistics import median
 
 import torch
@@ -11,10 +11,12 @@ import hethub
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profile import DeviceProfile, LinkTiming, ProfileSpec, smallest_micro_batch
 from hethub.spec.cluster import ClusterSpec, Place
+from hethub.spec.job import ConstraintsSpec
 from hethub.spec.model import ModelSpec
 
 UNLIKE = 1.15  # ranks of one accelerator that differ by more are planned as two device types
 MARK = "~"  # in the name of an accelerator that measured itself slower than others of its device type
+SLOW_MARK = "!"  # of one that turned out slower in training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,17 @@ def tell_apart(cluster: ClusterSpec, classes: Sequence[int], mark: str = MARK) -
     racks = (rack.replace(nodes=tuple(part for name in rack.nodes for part in parts[name])) for rack in links.racks)
     links = links.replace(racks=tuple(racks))
     return cluster.replace(nodes=tuple(nodes), links=links)
+
+
+def keep_forbidden(constraints: ConstraintsSpec, cluster: ClusterSpec) -> ConstraintsSpec:
+    """The constraints, with what they forbid of an accelerator forbidden of all in the cluster that were told apart from it."""
+    names = dict.fromkeys(node.device.name for node in cluster.nodes)
+
+    def told_apart(name: str) -> list[str]:
+        return [each for each in names if each.partition(MARK)[0].partition(SLOW_MARK)[0] == name] or [name]
+
+    pairs = (product(told_apart(one), told_apart(other)) for one, other in constraints.forbid)
+    return constraints.replace(forbid=tuple(chain.from_iterable(pairs)))
 
 
 def _links_of_split(cluster: ClusterSpec, told: ClusterSpec) -> tuple[LinkTiming, ...]:

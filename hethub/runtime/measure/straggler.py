@@ -18,15 +18,14 @@ from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software, hethub_software
 from hethub.runtime.measure.measured_speeds import estimated
 from hethub.runtime.measure.rank_times import PASSES
-from hethub.runtime.measure.speed_classes import tell_apart
+from hethub.runtime.measure.speed_classes import SLOW_MARK, keep_forbidden, tell_apart
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.job import ConstraintsSpec, Job, JobSpec, StragglerSpec
+from hethub.spec.job import Job, JobSpec, StragglerSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.plan import PlanSpec
 
 WORTHWHILE_PERCENT = 3.0  # gain below which a plan is not changed
 PLANNING_SECONDS = 30.0  # of search, while all ranks wait
-MARK = "!"  # in the name of an accelerator that is slower than others of its device type
 
 Seconds = Mapping[str, float]  # of a step, by kind of action
 
@@ -149,7 +148,7 @@ def find_remedy(job: Job, layout: Layout, profile: ProfileSpec | None, factors: 
 
     limit, software = planning_seconds(job.spec), hethub_software(job.spec.train.compile)
     cluster, measured = slowed(layout, profile, factors, software)
-    wishes = ConstraintsSpec.model_validate({**job.spec.constraints.model_dump(), "time_limit_seconds": limit})
+    wishes = keep_forbidden(job.spec.constraints.replace(time_limit_seconds=limit), cluster)
     strategy = "auto" if job.plan_path else job.spec.plan
     found = make_plan(
         job.model,
@@ -185,7 +184,7 @@ def slowed(
         return cluster, profile
     levels = sorted({round(factor, 1) for factor in factors.values()})
     classes = [levels.index(round(factors[r], 1)) + 1 if r in factors else 0 for r in range(cluster.size)]
-    told = tell_apart(cluster, classes, MARK)
+    told = tell_apart(cluster, classes, SLOW_MARK)
     devices = {(device.accelerator, device.precision): device for device in (profile.devices if profile else ())}
     for place, planned in zip(told.places, cluster.places, strict=True):
         name, number = place.accelerator.name, classes[place.rank]

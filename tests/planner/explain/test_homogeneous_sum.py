@@ -11,6 +11,7 @@ from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
+from hethub.spec.job import ConstraintsSpec
 from tests.predictor.plans import LLAMA_8B, TINY, cluster
 
 
@@ -55,6 +56,15 @@ ALONE: dict[str, Any] = {
         (32, 1024, "fp16"),
     ),
 }
+
+
+def test_a_time_limit_is_the_searchs_and_makes_the_bound_no_smaller() -> None:
+    """`predict --bounds` cut the searches of the device types short where `plan` does not."""
+    model, on, (batch, seq_len, precision) = ALONE["unlike makes"]
+    limits = ConstraintsSpec(), ConstraintsSpec(time_limit_seconds=1e-3)
+    problems = (pose(model, on, Batch(batch, seq_len, precision), limit) for limit in limits)
+    free, limited = (makers_alone_tokens_per_second(homogeneous_parts(problem)) for problem in problems)
+    assert limited == free
 
 
 @pytest.mark.parametrize(

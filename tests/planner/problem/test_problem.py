@@ -58,3 +58,15 @@ def test_a_maker_forbidden_beside_one_of_its_accelerators_leaves_that_one_alone_
     problem = pose(TINY, on, Batch(8, 64, "fp32"), ConstraintsSpec(forbid=(("amd", "amd-0.2"),)))
     names = [own.accelerator.name for own in problem.device_types]
     assert {frozenset(names[own] for own in pair) for pair in problem.forbidden} == {frozenset({"amd-0.1", "amd-0.2"})}
+
+
+def test_of_several_forbidden_pairs_each_is_kept_apart() -> None:
+    """One of them alone was: a stage held V100s and A100s, or AMD's cards beside all of NVIDIA's but one type."""
+    on = cluster(("nvidia", 1, 0.1, 4.0), ("nvidia", 1, 0.2, 4.0), ("amd", 1, 0.1, 4.0))
+    problem = pose(TINY, on, Batch(8, 64, "fp32"), ConstraintsSpec(forbid=(("amd", "nvidia"),)))
+    names = [own.accelerator.vendor for own in problem.device_types]
+    alone, mixed = [(0,), (1,), (2,)], [(0, 1), (0, 2), (1, 2)]
+    for stage in alone + mixed:
+        is_forbidden = len({names[own] for own in stage}) > 1
+        assert problem.forbids_any(iter(own) for own in [(), stage]) == is_forbidden
+    assert len(problem.forbidden) == 2

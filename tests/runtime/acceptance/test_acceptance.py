@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from hethub.cli import run
+from hethub.kernels import bodies
+from hethub.kernels.device import Device
 from hethub.runtime.acceptance import acceptance, staging, start, training
 from hethub.runtime.acceptance.start import environments
 from hethub.runtime.acceptance.training import LLAMA_1B, subject_for
@@ -27,7 +29,9 @@ from hethub.runtime.measure.profile_run import subject_of
 from hethub.runtime.parity.row import Row
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.job import load_job
 from tests.support.command import hethub
+from tests.support.job_files import write_job
 from tests.support.ranks import run_ranks
 
 DEVICES_AND_CPUS = ClusterSpec.model_validate(
@@ -283,6 +287,20 @@ def test_a_rank_with_much_to_say_holds_nobody_up(tmp_path: Path) -> None:
         ["timeit", "-n1", "-r1", code], [{**os.environ, "RANK": str(rank)} for rank in range(2)], timeout_seconds=30
     )
     assert (code_of_exit, len(errors)) == (0, 10**6)
+
+
+@pytest.mark.parametrize("compiles", [None, True, False])
+def test_the_layer_of_a_job_is_compared_as_the_job_runs_it(
+    compiles: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[bool] = []
+    monkeypatch.setattr(bodies._Choice, "compiles", None)
+    monkeypatch.setattr(
+        acceptance, "check_device", lambda *given, **more: compared.append(bodies.compiles_on(torch.device("cpu")))
+    )
+    job = load_job(write_job(tmp_path, train={"compile": compiles}))
+    acceptance._parity(SimpleNamespace(device=Device(vendor="cpu")), job, lambda what: None)  # type: ignore[arg-type]
+    assert compared == [bool(compiles)]
 
 
 def test_the_first_of_two_runs_is_gone_before_the_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,8 @@ def test_what_a_run_had_measured_counts_where_it_goes_on_alike(job, tmp_path, so
     cluster, profile = _measured_before(folder, job, job.cluster.replace(emulated=emulated))
     assert cluster == job.cluster.replace(emulated=emulated)
     assert (profile is not None) == counts
+    compiled = load_job(job.path, ["train.compile=true"])  # which may change, and with it what layers take
+    assert _measured_before(folder, compiled, job.cluster) == (job.cluster, None)
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

@@ -59,7 +59,7 @@ def test_a_smaller_machine_measures_fewer_degrees() -> None:
 def test_a_job_is_profiled_with_bodies_as_it_runs_them(
     compiles: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The layers of a job that compiles nothing were measured compiled, and priced so."""
+    """The layers of a job that compiles nothing were measured compiled, and priced so; its links over any relay."""
     import torch
 
     from hethub.kernels import bodies
@@ -68,14 +68,19 @@ def test_a_job_is_profiled_with_bodies_as_it_runs_them(
     from hethub.spec.job import load_job
 
     world = SimpleNamespace(rank=0, device=Device(vendor="cpu"))
-    measured = []
+    measured, carried = [], []
     monkeypatch.setattr(bodies._Choice, "compiles", None)
-    monkeypatch.setattr(profile_run, "session", lambda job: nullcontext((world, job.cluster)))
+    monkeypatch.setattr(
+        profile_run, "session", lambda job, spec: carried.append(spec) or nullcontext((world, job.cluster))
+    )
     monkeypatch.setattr(
         profile_run, "profile_world", lambda *args, **more: measured.append(bodies.compiles_on(torch.device("cpu")))
     )
-    profile_run.profile_ranks(load_job(write_job(tmp_path, train={"compile": compiles})), lambda *told: None)
+    communicator = {"relay": "gloo", "lanes": 4, "wire": "bf16", "timeout_seconds": 600}
+    job = load_job(write_job(tmp_path, train={"compile": compiles}, communicator=communicator))
+    profile_run.profile_ranks(job, lambda *told: None)
     assert measured == [bool(compiles)]
+    assert [spec.to_dict() for spec in carried] == [{**communicator, "wire": "exact"}]
 
 
 @pytest.mark.parametrize(("stands_still", "on_device"), [(False, False), (True, False), (True, True)])

@@ -3,8 +3,9 @@
 import pytest
 
 from hethub.predictor.cost.links import Network
-from hethub.runtime.measure.speed_classes import combine, seconds_per_sample, speed_classes, tell_apart
+from hethub.runtime.measure.speed_classes import combine, keep_forbidden, seconds_per_sample, speed_classes, tell_apart
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.job import ConstraintsSpec
 from tests.support.curves import TINY, curve
 
 NODE = {"name": "cpu", "accelerator": "CPU-core", "accelerators": 3}
@@ -44,6 +45,13 @@ def test_told_apart_ranks_keep_their_place():
     assert [place.rank for place in told.places] == [0, 1, 2]
     assert [node.accelerators for node in told.nodes] == [1, 1, 1]
     assert tell_apart(CLUSTER, [0, 0, 0]) is CLUSTER
+
+
+def test_what_is_forbidden_of_an_accelerator_is_of_those_told_apart_from_it():
+    told = tell_apart(CLUSTER, [1, 0, 1])
+    given = ConstraintsSpec(forbid=(("CPU-core", "amd"), ("H100", "cpu")))
+    assert keep_forbidden(given, CLUSTER) == given
+    assert keep_forbidden(given, told).forbid == (("CPU-core~1", "amd"), ("CPU-core", "amd"), ("H100", "cpu"))
 
 
 def test_a_machine_that_was_split_keeps_its_own_links():

@@ -27,13 +27,14 @@ from hethub.runtime.measure.straggler import (
     planning_seconds,
     slowed,
 )
+from hethub.spec.errors import BadInput
 from hethub.spec.job import StragglerSpec, TrainSpec, load_job
 from hethub.spec.layout.bind import bind
-from hethub.spec.plan import load_plan
+from hethub.spec.plan import PlanSpec, load_plan
 from tests.planner.test_profiled import profile
 from tests.support.command import ranks
 from tests.support.emulated import layout
-from tests.support.job_files import write_job
+from tests.support.job_files import plan, write_job
 
 SPEC = StragglerSpec(threshold=0.2, steps=3)
 NOTHING = Noted([], {})
@@ -200,6 +201,7 @@ def test_slow_ranks_get_accelerators_of_their_own_that_take_as_much_longer(given
 
 NODES = [{"name": "t4", "accelerator": "T4", "accelerators": 2, "gbps_per_nic": 100}]
 BIG = {"hidden": 64, "ffn": 176, "heads": 4, "kv_heads": 2}
+FAST = [{"layers": [[0, 4]], "replicas": [{"ranks": [r], "micro_batch": 1, "samples": 4} for r in (2, 3)]}]
 EVEN = [{"layers": [[0, 4]], "replicas": [{"ranks": [r], "micro_batch": 1, "samples": 8} for r in range(2)]}]
 
 
@@ -221,6 +223,24 @@ def test_where_the_only_slow_rank_is_well_again_a_plan_is_sought_for_ranks_as_pl
     own = load_job(job(tmp_path, {}))
     bound = bind(load_plan(own.plan_path), own.model, own.cluster)
     assert find_remedy(own, bound, None, {}).present_step_seconds == predict(bound).step_seconds
+
+
+def remedy_of_two_kinds(folder, slow, **constraints):
+    """The plan for two T4s and two V100s, of which no stage may hold both, where some are slow; and its accelerators."""
+    nodes = [{**NODES[0], "name": name, "accelerator": name} for name in ("T4", "V100-SXM2-32GB")]
+    forbidden = {"forbid": [["T4", "V100-SXM2-32GB"]], "pp": 1, "tp": 1, **constraints}
+    own = load_job(write_job(folder, cluster={"name": "four", "nodes": nodes}, plan="auto", constraints=forbidden))
+    bound = bind(PlanSpec.model_validate(plan(FAST, cluster="four", unused=[0, 1])), own.model, own.cluster)
+    (stage,) = find_remedy(own, bound, None, slow).plan.stages
+    return {own.cluster.places[rank].accelerator.name for rank in stage.ranks}
+
+
+def test_what_must_not_share_a_stage_does_not_where_it_is_slow(tmp_path):
+    """A slow accelerator has a name of its own: nothing was forbidden of it, and where all were slow the one forbidden
+    was not known any more."""
+    assert len(remedy_of_two_kinds(tmp_path, {0: 1.5, 1: 1.5})) == 1
+    with pytest.raises(BadInput, match="has no plan for cluster"):
+        remedy_of_two_kinds(tmp_path, {0: 1.5}, dp=3)  # three replicas are of both
 
 
 def losses(run):
