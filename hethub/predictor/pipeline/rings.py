@@ -75,13 +75,16 @@ class Rings:
     def seconds(self, stage: int, num_bytes: float, *, is_cut: bool = True) -> float:
         """Seconds of a reduce-scatter or an all-gather of what the stage's fullest rank holds, where nothing is sharded of
         half an all-reduce, in the group where it takes longest. Where replicas are cut (`is_cut`) in unlike places that
-        rank meets others in each piece, one piece after the other."""
+        rank meets others in each piece: these go beside each other, but for their bytes, which take the same links."""
         operation: Operation = "reduce_scatter" if self.layout.stages[stage].zero else "all_reduce"
         pieces = self._most_pieces(stage) if is_cut else 1
-        return self._unevenness(stage) * max(
-            pieces * self.network.reduce_scatter(group, part * num_bytes / pieces, sharing, operation)
-            for group, sharing, part in self.unlike(stage)
-        )
+
+        def of_pieces(group: Group, sharing: int, part: float) -> float:
+            one = self.network.reduce_scatter(group, part * num_bytes / pieces, sharing, operation)
+            empty = min(one, self.network.reduce_scatter(group, 1e-6, sharing, operation))
+            return empty + pieces * (one - empty)
+
+        return self._unevenness(stage) * max(of_pieces(*each) for each in self.unlike(stage))
 
     def _most_pieces(self, stage: int) -> int:
         return max(map(max, self._pieces(stage).values()))
