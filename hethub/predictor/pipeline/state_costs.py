@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import is_cpu
-from hethub.predictor.cost.groups import Group
+from hethub.predictor.cost.groups import UNEVEN, Group
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.node_links import HostCopies
 from hethub.predictor.cost.software import Software, element_bytes, gradient_bytes
@@ -111,12 +111,14 @@ class StateCosts:
 
     @cached_property
     def tied_group(self) -> Group | None:
-        """The ranks at one position of every replica at both ends, who sum and step a tied head together; None where
-        there is none apart, or where it is summed in pairs, as by other frameworks."""
+        """The ranks at one position of every replica at both ends, who sum a tied head together; None where there is none
+        apart, or where it is summed in pairs, as by other frameworks. All step it, or by its shares the first stage."""
         layout = self.layout
-        if not both_ends_step(layout) or not self.software.one_tied_copy:
+        if not layout.head_is_apart or not self.software.one_tied_copy:
             return None
-        return self.network.group([replica.ranks[0] for end in (0, -1) for replica in layout.stages[end].replicas])
+        ranks = [replica.ranks[0] for end in (0, -1) for replica in layout.stages[end].replicas]
+        owned = layout.stages[0].every_state_share
+        return self.network.group(ranks, None if both_ends_step(layout) else {r: owned.get(r, 0.0) for r in ranks})
 
     def owned(self, stage: int, spec: ReplicaSpec, rank: int, portion: Portion | None) -> float:
         """Parameters that a rank steps of a portion, by default of all of the stage."""
@@ -152,7 +154,10 @@ class StateCosts:
         if self.tied_group:
             most = max(self._table(replica) for replica in (*first, *last))
             num_bytes = most * self.gradient_wire_bytes
-            return self.network.reduce_scatter(self.tied_group, num_bytes, self.network.sharing(self.tied_group))
+            times = 1.0 if both_ends_step(layout) else UNEVEN
+            return times * self.network.reduce_scatter(
+                self.tied_group, num_bytes, self.network.sharing(self.tied_group)
+            )
         places = layout.cluster.places
         machines = [places[rank].machine for replica in first for rank in replica.ranks]
         width = self.width if self.software.gradient_wire_bytes else gradient_bytes(self.width)
