@@ -114,15 +114,20 @@ def measured_beside(
     options: argparse.Namespace, made_for: "PlannedFor", precision: "Precision"
 ) -> "ProfileSpec | None":
     """As `measured_for`, of a plan file whose job --job may name. Raises BadInput where the profile given is not for it."""
-    from hethub.predictor.cost.profile import profile_of
     from hethub.spec.job import load_job
 
     if options.job is not None:
         return measured_for(options, load_job(options.job))
     if options.calibrate is not None:
         raise BadInput(f"--calibrate {options.calibrate}: it needs the plans' job file; name it with --job JOB.yaml.")
-    given = options.profile
-    return None if given is None else profile_of(given, made_for.model, made_for.cluster, precision)
+    return profile_beside(options.profile, made_for, precision)
+
+
+def profile_beside(path: Path | None, made_for: "PlannedFor", precision: "Precision") -> "ProfileSpec | None":
+    """The profile given beside a plan file, if any. Raises BadInput where it is not for the plan."""
+    from hethub.predictor.cost.profile import profile_of
+
+    return None if path is None else profile_of(path, made_for.model, made_for.cluster, precision)
 
 
 def refuse_profile_beside_calibrate(profile: Path | None, job: "Job") -> None:

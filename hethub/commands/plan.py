@@ -23,6 +23,7 @@ from hethub.commands.common import (
     planned_for,
     print_json,
     processors,
+    profile_beside,
     program_made_for,
     refuse_overwriting,
     strategy_of,
@@ -152,7 +153,7 @@ def _add_predict(commands: Any) -> None:
 
 def predict(options: argparse.Namespace) -> None:
     from hethub.predictor import predict as make_prediction
-    from hethub.predictor.cost.profile import assumed_speeds, profile_of
+    from hethub.predictor.cost.profile import assumed_speeds
     from hethub.predictor.cost.software import hethub_software
     from hethub.predictor.predict import with_staging
     from hethub.spec.job import load_job
@@ -167,8 +168,7 @@ def predict(options: argparse.Namespace) -> None:
             return predict_program_alone(options)
         chosen, file = _Chosen("plan file", load_plan(options.job), None, None), options.job
         job = made_for(chosen.plan, options.job, None)
-        measured = options.profile
-        profile = None if measured is None else profile_of(measured, job.model, job.cluster, chosen.plan.precision)
+        profile = profile_beside(options.profile, job, chosen.plan.precision)
         software = hethub_software(job.compile)
     else:
         given = load_job(options.job, options.set)
@@ -290,6 +290,7 @@ def _add_diff(commands: Any) -> None:
 def diff(options: argparse.Namespace) -> None:
     from hethub.report.diff import diff as compare
     from hethub.report.diff import print_diff, side_of_layout, side_of_program
+    from hethub.spec.job import load_job
     from hethub.spec.layout.bind import bind_file
     from hethub.spec.plan import load_plan
     from hethub.spec.program import is_program_plan, load_program_plan
@@ -298,6 +299,8 @@ def diff(options: argparse.Namespace) -> None:
     programs = [is_program_plan(file) for file in files]
     if any(programs):
         refuse_with_programs(options, "profile", "calibrate")
+    by_job = options.job is not None and not all(programs)
+    of_both = measured_for(options, load_job(options.job)) if by_job else None  # read once
 
     def side(path: Path, is_program: bool) -> Any:
         if is_program:
@@ -306,7 +309,8 @@ def diff(options: argparse.Namespace) -> None:
         plan = load_plan(path)
         job = made_for(plan, path, options.job)
         layout = bind_file(path, plan, job.model, job.cluster)
-        return side_of_layout(layout, job.compile, job.reserve, measured_beside(options, job, plan.precision))
+        profile = of_both if by_job else measured_beside(options, job, plan.precision)
+        return side_of_layout(layout, job.compile, job.reserve, profile)
 
     result = compare(*map(side, files, programs))
     if options.json:

@@ -8,7 +8,7 @@ from statistics import median
 import hethub
 from hethub.predictor.cost.profile import DeviceProfile, ProfileSpec
 from hethub.predictor.cost.profiled_layer import estimated_device
-from hethub.predictor.cost.software import HETHUB, Software
+from hethub.predictor.cost.software import Software
 from hethub.runtime.measure.rank_times import PASSES
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.layout.bind import Layout
@@ -36,7 +36,7 @@ class MeasuredSpeeds:
         for key, of_ranks in ratios.items():
             self._medians.setdefault(key, deque(maxlen=STEPS)).append(median(of_ranks))
 
-    def profile(self, layout: Layout, base: ProfileSpec | None, software: Software = HETHUB) -> ProfileSpec | None:
+    def profile(self, layout: Layout, base: ProfileSpec | None, software: Software) -> ProfileSpec | None:
         """The profile that the run was planned with, or the estimate, times the median of what was measured; None
         before any step was looked at."""
         precision, devices = layout.plan.precision, {node.device.name: node.device for node in layout.cluster.nodes}
@@ -56,7 +56,7 @@ class MeasuredSpeeds:
         )
 
 
-def estimated(layout: Layout, accelerator: AcceleratorSpec, software: Software = HETHUB) -> DeviceProfile:
+def estimated(layout: Layout, accelerator: AcceleratorSpec, software: Software) -> DeviceProfile:
     """What the predictor expects of an accelerator in a plan, from the smallest to the largest micro-batch there can
     be."""
     plan = layout.plan

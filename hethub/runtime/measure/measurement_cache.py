@@ -27,8 +27,7 @@ class MeasurementCache:
         self._facts = {
             "device": device_name(device), "hethub": hethub.__version__, "torch": torch.__version__,
             "python": platform.python_version(), "model": model.to_dict(), "batch": train.global_batch,
-            "ranks": size, "compile": train.compile,
-            "reserve": reserve,
+            "ranks": size, "compile": train.compile, "reserve": reserve,
         }  # fmt: skip
         place = f"{socket.gethostname()}-{local_rank}-{model.name}-{train.precision}-{train.seq_len}"
         self.path = cache_folder() / "measured" / f"{place.replace(os.sep, '_')}.json"

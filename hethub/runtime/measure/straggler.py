@@ -15,7 +15,7 @@ from typing import NamedTuple
 import hethub
 from hethub.predictor import Prediction, predict
 from hethub.predictor.cost.profile import ProfileSpec
-from hethub.predictor.cost.software import HETHUB, Software, hethub_software
+from hethub.predictor.cost.software import Software, hethub_software
 from hethub.runtime.measure.measured_speeds import estimated
 from hethub.runtime.measure.rank_times import PASSES
 from hethub.runtime.measure.speed_classes import SLOW_MARK, keep_forbidden, tell_apart
@@ -173,7 +173,7 @@ def planning_seconds(spec: JobSpec) -> float:
 
 
 def slowed(
-    layout: Layout, profile: ProfileSpec | None, factors: dict[int, float], software: Software = HETHUB
+    layout: Layout, profile: ProfileSpec | None, factors: dict[int, float], software: Software
 ) -> tuple[ClusterSpec, ProfileSpec | None]:
     """The cluster in which these ranks' accelerators are device types of their own, and a profile that has them slower.
 

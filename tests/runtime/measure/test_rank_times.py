@@ -58,8 +58,8 @@ def test_speeds_of_a_long_run_are_told_by_its_last_steps():
         speeds.note(bound, busy, planned)
     assert all(len(medians) == STEPS for medians in speeds._medians.values())
     devices = {node.device.name: node.device for node in bound.cluster.nodes}
-    for found in speeds.profile(bound, None).devices:
-        usual = estimated(bound, devices[found.accelerator])
+    for found in speeds.profile(bound, None, HETHUB).devices:
+        usual = estimated(bound, devices[found.accelerator], HETHUB)
         assert found.layers[0].forward_seconds == pytest.approx(2 * usual.layers[0].forward_seconds)
 
 
