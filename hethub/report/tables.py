@@ -69,7 +69,8 @@ def not_trained(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> list[
         found.append(
             f"hethub starts unused ranks too, and none on {', '.join(started)} (leave these nodes out of the cluster file)"
         )
-    return found + ([f"hethub trains family {TRAINED} alone, not {model.family}"] if model.family != TRAINED else [])
+    other = model.family if model.family != TRAINED else "gated: false"
+    return found + ([] if model.is_trained else [f"hethub trains family {TRAINED} alone, not {other}"])
 
 
 def makers_not_started(cluster: ClusterSpec, ranks: Iterable[int]) -> list[str]:

@@ -70,16 +70,26 @@ class ModelSpec(Spec):
         return self
 
     def check_trained(self, job: Source, *, in_program: bool = False) -> None:
-        """Raises BadInput, which says where the job names the model, where hethub has no code for the model's family;
+        """Raises BadInput, which says where the job names the model, where hethub has no code for the model;
         `in_program`: for strategy hap, which takes other code too."""
-        if self.family == TRAINED:
+        if self.is_trained:
             return
+        if self.family == TRAINED:
+            raise BadInput(
+                f"{job.at(('model',))} '{self.name}' has gated: false; hethub plans and predicts it, but the MLP that it trains is gated. "
+                "Leave gated out."
+            )
         said = (
             f"strategy 'hap' knows the code of {TRAINED} only. Give other models as python:package.module:factory."
             if in_program
             else f"hethub plans and predicts it, but trains only {TRAINED}. Choose a model of that family."
         )
         raise BadInput(f"{job.at(('model',))} '{self.name}' is of family {self.family}; {said}")
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether hethub has the code of such models."""
+        return self.family == TRAINED and self.is_gated
 
     @property
     def num_kv_heads(self) -> int:

@@ -167,6 +167,9 @@ def test_a_plan_that_cannot_be_run_says_so(tmp_path: Path, capsys: pytest.Captur
     said = " ".join(capsys.readouterr().out.split())
     assert "hethub trains on nvidia, amd, cpu alone, not on intel: this plan is a figure and cannot be run" in said
     assert "hethub trains family llama alone, not gpt: this plan" in said
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({**MODEL, "gated": False}))
+    assert run(["plan", str(job)]) == 0
+    assert "alone, not gated: false: this plan" in " ".join(capsys.readouterr().out.split())
     assert run(["plan", str(write_job(tmp_path, [node()], 4, {})), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["not_trained"] == []
 

@@ -69,6 +69,11 @@ def test_launch_hands_on_what_was_asked(tmp_path):
             ["--set", "model=gpt.yaml", "--set", "plan=hap"],
             GPT + "strategy 'hap' knows the code of llama only. Give other models",
         ),
+        (
+            ["--set", "model=plain.yaml"],
+            "model 'tiny' has gated: false; hethub plans and predicts it, but the MLP that it",
+        ),
+        (["--set", "model=plain.yaml", "--set", "plan=hap"], "model 'tiny' has gated: false; "),
     ],
 )
 def test_what_a_job_cannot_run_is_refused_before_it_is_launched(given, said, tmp_path, monkeypatch, capsys):
@@ -82,6 +87,7 @@ def test_what_a_job_cannot_run_is_refused_before_it_is_launched(given, said, tmp
     write_yaml(tmp_path / "gaudi.yaml", {"name": "gaudi", "nodes": [{**nodes[0], "hosts": ["a", "b"]}, gaudi]})
     write_yaml(tmp_path / "many.yaml", {"name": "many", "nodes": nodes})
     write_yaml(tmp_path / "gpt.yaml", {**MODEL, "family": "gpt"})
+    write_yaml(tmp_path / "plain.yaml", {**MODEL, "gated": False})
     assert run(["launch", "job.yaml", "--dry-run", *given]) == 2
     told = capsys.readouterr()
     assert said in told.err
