@@ -33,9 +33,8 @@ def check_plannable(job: Job) -> None:
         raise BadInput(
             f"{job.source.at(('plan',))} is {job.spec.plan}, which cuts hethub's own Llama into layers; a model of Python takes plan: hap."
         )
-    asked = job.spec.constraints.model_fields_set - KEPT
-    for name in ConstraintsSpec.model_fields:
-        if name in asked and getattr(job.spec.constraints, name):
+    for name, field in ConstraintsSpec.model_fields.items():
+        if name not in KEPT and getattr(job.spec.constraints, name) != field.default:
             raise BadInput(
                 f"{job.source.at(('constraints', name))} is for plans of layers; strategy 'hap' knows {', '.join(sorted(KEPT))}. Remove it."
             )

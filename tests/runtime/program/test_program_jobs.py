@@ -341,6 +341,7 @@ def test_a_module_that_is_not_there_and_other_strategies_are_refused(
             "--set plan=zorse: plan is zorse, which cuts hethub's own Llama into layers; a model of Python takes plan: hap",
         ),
         ("constraints.tp=2", "--set constraints.tp=2: constraints.tp is for plans of layers"),
+        ("constraints.zero=0", "constraints.zero is for plans of layers"),
         ("replan=auto", "replan is for plans of layers"),
         ("train.compile=true", "train.compile is for plans of layers"),
     ):
