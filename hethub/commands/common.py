@@ -271,8 +271,12 @@ def program_for(plan: "ProgramPlanSpec", path: Path, job: "Job") -> "ProgramFor"
     cluster = known_cluster(job)
     if plan.program.ranks != cluster.size:
         raise BadInput(f"{path}: the program is for {plan.program.ranks} ranks, the cluster has {cluster.size}.")
-    for key in ("global_batch", "seq_len", "precision"):
-        before, now = getattr(plan, key), getattr(job.spec.train, key)
+    train, model = job.spec.train, job.factory or job.model.name
+    for key, now in (
+        ("model", model),
+        *((key, getattr(train, key)) for key in ("global_batch", "seq_len", "precision")),
+    ):
+        before = getattr(plan, key)
         if before != now:
             raise BadInput(f"{path}: the program is for {key} {before}, {job.path} has {now}; plan again.")
     if not is_for_cluster(plan, cluster):

@@ -60,6 +60,7 @@ def test_a_program_is_not_predicted_for_another_batch_precision_or_cluster(
         ("train.global_batch=16", "is for global_batch 8, "),
         ("train.precision=fp32", "is for precision fp64, "),
         ("cluster=slower.yaml", "its times are those of cluster"),
+        ("model=model.yaml", "is for model own_job.net:make, "),
     ):
         capsys.readouterr()
         assert run(["predict", str(job), "--plan", str(plan), "--set", change]) == 2
