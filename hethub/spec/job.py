@@ -91,7 +91,7 @@ class DataSpec(SourceSpec):
 
     @model_validator(mode="after")
     def _each_once(self) -> "DataSpec":
-        named = [(each.source, each.path, each.text) for each in self.weighted]
+        named = [(each.source, each.path and Path(each.path), each.column) for each in self.weighted]
         if doubled := next((name for name in named if named.count(name) > 1), None):
             raise ValueError(
                 f"sources names {doubled[0]} {doubled[1] or ''} twice; name it once with the sum of its weights."

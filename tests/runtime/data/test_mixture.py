@@ -136,6 +136,8 @@ def test_sources_of_all_kinds_are_mixed(tmp_path: Path) -> None:
         ({"sources": [{"source": "jsonl", "path": "a"}], "text": "body"}, r"data\.text: `text` cannot stand beside"),
         ({"sources": [{}], "source": "python-stdlib"}, r"data\.source: `source` cannot stand"),
         ({"sources": [{"source": "text", "path": "a"}] * 2}, "names text a twice"),
+        ({"sources": [{"source": "text", "path": path} for path in ("a", "./a")]}, "names text a twice"),
+        ({"sources": [{"source": "jsonl", "path": "a", "text": key} for key in (None, "text")]}, "jsonl a twice"),
         ({"source": "text", "path": "a", "text": "body"}, "source text has no columns"),
         ({"source": "parquet"}, r"source parquet needs data\.path"),
         ({"sources": [{"source": "txt", "path": "a"}]}, r"data\.sources\[0\]\.source is 'txt'"),
