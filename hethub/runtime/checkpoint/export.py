@@ -20,7 +20,7 @@ from hethub.runtime.state.storage import DTYPES
 from hethub.spec.base import build
 from hethub.spec.documents import read_yaml
 from hethub.spec.errors import BadInput, RunFailed
-from hethub.spec.job import DataSpec, JobSpec
+from hethub.spec.job import TOKENIZER, DataSpec, JobSpec
 from hethub.spec.layout.tensors import TensorInfo, model_tensors
 from hethub.spec.model import ModelSpec
 
@@ -38,6 +38,7 @@ class Trained(NamedTuple):
     folder: Path | None  # the Hugging Face folder that training started from
     tokenizer: str | None  # as a job names it, its path whole; None: tokens of a tokenizer that nobody named
     end_of_document: int | None
+    bos: bool = True  # data.bos
 
 
 def with_newest(named: Path, use: Callable[[Trained], Result]) -> Result:
@@ -88,7 +89,7 @@ def _trained(run: Path, path: Path) -> Trained:
     data, source = read_yaml(run / "job.yaml", "job file")
     spec = build(JobSpec, data, source, "job file")
     folder = Path(spec.model.removeprefix("hf:")) if spec.model.startswith("hf:") else None
-    return Trained(run, path, record, folder, *_tokenizer_of(spec.data, record))
+    return Trained(run, path, record, folder, *_tokenizer_of(spec.data, record), spec.data.bos)
 
 
 def _tokenizer_of(data: DataSpec, record: CheckpointRecord) -> tuple[str | None, int | None]:
@@ -124,7 +125,7 @@ def _export(trained: Trained, to: Path) -> str:
     source: Path | str | None = None if trained.tokenizer is None else Path(trained.tokenizer)
     if trained.tokenizer == "bytes":
         source = byte_tokenizer()
-    elif trained.folder is not None:
+    elif trained.folder is not None and (source is None or (trained.folder / TOKENIZER).is_file()):
         source = trained.folder  # whose tokenizer it is
     if source is None:
         _log.warning(

@@ -86,7 +86,7 @@ def _generate(trained: Trained, prompt: str, tokens: int, temperature: float, se
             f"{trained.run}: the run was trained on tokens whose tokenizer it does not know; set data.tokenizer in "
             f"{trained.run / 'job.yaml'}."
         )
-    tokenizer = load_tokenizer(trained.tokenizer, Path())
+    tokenizer = load_tokenizer(trained.tokenizer, Path(), bos=trained.bos)
     ids = _prompt_ids(prompt, tokenizer, trained, tokens)
     device = choose_device(0, 1)
     device.activate()

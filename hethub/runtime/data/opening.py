@@ -6,7 +6,6 @@ import json
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,9 +112,7 @@ def text_sources(spec: DataSpec, base: Path) -> list[TextSource]:
     found = [each for each in spec.weighted if each.source != "tokens"]
     if not found:
         return []
-    tokenizer = load_tokenizer(spec.tokenizer, base)
-    if not spec.bos:
-        tokenizer = replace(tokenizer, beginning=())
+    tokenizer = load_tokenizer(spec.tokenizer, base, bos=spec.bos)
     return [TextSource(each, base, tokenizer, spec.tokenizer) for each in found]
 
 

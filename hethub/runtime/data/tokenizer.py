@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -60,15 +60,16 @@ class TokenBatch(NamedTuple):
     trained: NDArray[Any] | None = None  # of conversations: 1 where a token is to be learnt
 
 
-def load_tokenizer(reference: str, base: Path) -> Tokenizer:
+def load_tokenizer(reference: str, base: Path, *, bos: bool = True) -> Tokenizer:
     """`bytes` (ids 0-255, 256 ends a document) or a tokenizer.json, relative to `base`, whose end of document is the
-    eos_token of the tokenizer_config.json beside it, or else the first there is of END_OF_DOCUMENT_TOKENS. Raises
-    BadInput."""
+    eos_token of the tokenizer_config.json beside it, or else the first there is of END_OF_DOCUMENT_TOKENS; `bos`: it puts
+    in front of a text what it has for that. Raises BadInput."""
     if reference == "bytes":
         return Tokenizer(
             name="bytes", identity="bytes", file="bytes", vocab=257, end_of_document=256, encode=_encode_bytes
         )
-    return _from_file(base / reference)
+    found = _from_file(base / reference)
+    return found if bos else replace(found, beginning=())
 
 
 def byte_tokenizer() -> str:

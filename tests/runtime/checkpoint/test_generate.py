@@ -18,6 +18,7 @@ from hethub.runtime.checkpoint.index import _Window
 from hethub.runtime.data.tokenise import tokenise
 from hethub.runtime.data.tokenizer import byte_tokenizer, load_tokenizer
 from hethub.spec.errors import BadInput
+from tests.cli.test_hugging_face import folder_of
 from tests.runtime.data.test_sources import save_tokenizer, save_with_beginning
 from tests.support.command import check_refused, one, ranks
 from tests.support.job_files import ALONE, plan, write_job
@@ -92,6 +93,15 @@ def test_a_prompt_begins_as_it_does_in_transformers(tmp_path: Path) -> None:
     assert ids == theirs("a b", padding=False)["input_ids"] == [3, 1, 2]
 
 
+def test_a_prompt_begins_as_the_runs_documents_do(tmp_path: Path) -> None:
+    """It began with the tokenizer's token also where `data.bos: false` had left it out of all that was trained on."""
+    save_with_beginning(tmp_path / "tokenizer.json")
+    (tmp_path / "words.txt").write_text("a b c a b " * 300)
+    data = {"source": "text", "path": "words.txt", "tokenizer": "tokenizer.json", "bos": False}
+    run = trained(tmp_path, data=data)
+    check_refused(ranks(1, "generate", run, "", cwd=tmp_path), "the prompt is empty")
+
+
 def test_what_is_drawn_follows_the_seed(run: Path) -> None:
     drawn = [generated(run, "--tokens", 30, "--temperature", 1.5, "--seed", seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
@@ -114,6 +124,17 @@ def test_a_tokenizer_comes_with_what_lies_beside_it(tmp_path: Path) -> None:
     assert set(generated(run, "--tokens", 3, prompt="a b").split()) <= {"a", "b", "c", "[UNK]"}
     (tmp_path / "words" / "tokenizer.json").unlink()
     check_refused(ranks(1, "generate", run, "a", cwd=tmp_path), "tokenizer.json: the tokenizer cannot be read")
+
+
+def test_a_tokenizer_beside_a_folder_that_has_none_is_exported(tmp_path: Path) -> None:
+    """Nothing was written of it, and nothing said: the folder was taken for its place."""
+    folder_of(tmp_path / "tiny")
+    save_tokenizer(tmp_path / "words.json")
+    (tmp_path / "words.txt").write_text("a b c a b " * 300)
+    data = {"source": "text", "path": "words.txt", "tokenizer": "words.json"}
+    run = trained(tmp_path, data=data, model_name="hf:tiny")
+    _, tokenizer = exported(run, tmp_path / "hf")
+    assert tokenizer("a b", add_special_tokens=False, padding=False, truncation=False)["input_ids"] == [1, 2]
 
 
 def test_an_export_says_that_nobody_named_the_tokenizer(tmp_path: Path) -> None:
