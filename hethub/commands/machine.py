@@ -166,9 +166,12 @@ def doctor(options: argparse.Namespace) -> None:
 
     relay = "auto" if job is None else job.spec.communicator.relay
     examined = examine_ranks(info, None if job is None else job.cluster, relay)
-    if examined is not None and options.json:
+    if examined is None:
+        return None
+    examined.findings.extend(checked)
+    if options.json:
         print_json(examined.to_dict())
-    elif examined is not None:
+    else:
         print_ranks(examined)
         print_findings(examined.findings)
     return None
@@ -217,7 +220,7 @@ def _accept(options: argparse.Namespace) -> None:
             job.model.check_trained(job.source)
     if info.launcher == "alone":
         words = [*([] if job is None else [str(options.job)]), *(["--json"] if options.json else [])]
-        words += [word for override in options.set for word in ("--set", override)]
+        words += [word for override in options.set for word in ("--set", override)] + ["--debug"] * options.debug
         return start_here(
             "doctor", "--acceptance", *words, *([] if options.out is None else ["--out", str(options.out)])
         )

@@ -351,6 +351,15 @@ def test_out_without_acceptance_is_refused(tmp_path: Path) -> None:
     assert "add --acceptance" in ended.stderr
 
 
+def test_ranks_that_hethub_starts_are_asked_for_tracebacks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--debug` stayed behind: the ranks, which do the work, said a paragraph."""
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(start, "start_here", lambda *words: asked.append(words))
+    for given in (["--debug"], []):
+        assert run(["doctor", "--acceptance", *given]) == 0
+    assert asked == [("doctor", "--acceptance", "--debug"), ("doctor", "--acceptance")]
+
+
 def test_what_failed_is_the_commands_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

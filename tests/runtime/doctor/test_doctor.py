@@ -17,6 +17,7 @@ from hethub.runtime.doctor import machine
 from hethub.runtime.doctor.ranks import RankReport, evaluate
 from hethub.spec.cluster import ClusterSpec
 from tests.support.command import AS_ROOT
+from tests.support.command import ranks as launched
 from tests.support.job_files import write_job
 
 SEARCHED = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -177,6 +178,16 @@ def test_under_mpirun_every_rank_is_examined():
     assert all("MPI" in rank["mpi"] or "MPICH" in rank["mpi"] for rank in told["ranks"])
     assert told["ranks"][0]["relays"].startswith("shm inside")
     assert told["ranks"][1]["address"].endswith("127.0.0.1")
+
+
+def test_under_a_launcher_a_job_is_said_to_be_checked_too(tmp_path):
+    """Its files were looked at, and only a rank alone said so."""
+    job = write_job(tmp_path)
+    first, *others = launched(4, "doctor", job, cwd=tmp_path)
+    assert f"{job}, and the files that it names" in " ".join(first.stdout.split()), first.stderr
+    assert not any(ended.stdout for ended in others)
+    told = json.loads(launched(4, "doctor", job, "--json", cwd=tmp_path)[0].stdout)
+    assert told["findings"][-1]["what"] == "job"
 
 
 @pytest.mark.parametrize(
