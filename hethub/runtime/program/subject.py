@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import FakeTensorMode
 from hethub.runtime.program.llama import Llama, fill
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import Job
+from hethub.spec.model import ModelSpec
 from hethub.spec.program import Items
 
 Batch = tuple[Tensor, ...]
@@ -85,6 +86,7 @@ class Subject:
     module: nn.Module
     example: Batch
     batches: Batches | None  # None: tokens of the job's data
+    described: ModelSpec | None = None  # None: a module of Python's own
 
     @property
     def items(self) -> Items:
@@ -136,7 +138,7 @@ def _described(job: Job, example: Batch, *, with_values: bool) -> Subject:
         module = Llama(model, job.spec.train.seq_len)
     if with_values:
         fill(module, model, job.spec.train.seed, job.hugging_face_folder)
-    return Subject(name=model.name, module=module, example=example, batches=None)
+    return Subject(name=model.name, module=module, example=example, batches=None, described=model)
 
 
 def _made(job: Job, reference: str, example: Batch, *, with_values: bool) -> Subject:

@@ -11,6 +11,7 @@ from torch import Tensor
 from hethub.communicator import World
 from hethub.communicator.counters import since
 from hethub.kernels.device import Device
+from hethub.runtime.checkpoint.record import check_model
 from hethub.runtime.data import Dataset
 from hethub.runtime.data.dataset import Batch as TokenBatch
 from hethub.runtime.loop.step_report import StepOutcome, gather_outcome
@@ -23,6 +24,7 @@ from hethub.spec.base import build
 from hethub.spec.documents import Source
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import TrainSpec
+from hethub.spec.model import ModelSpec
 from hethub.synthesis.lower import Step
 
 WEIGHTS, FIRST_MOMENT, SECOND_MOMENT = "weights", "exp_avg", "exp_avg_sq"
@@ -151,6 +153,8 @@ class ProgramTrainer:
         """Saves the state behind `step`, complete on return."""
         record = {"strategy": "hap", "step": step, "updates": self._updates, "has_fixed": True, **self._origin()}
         record["schedule"] = self.schedule.state.to_dict()
+        if self._subject.described is not None:
+            record["described"] = self._subject.described.to_dict()
         if self._dataset is not None:
             record["samples"] = self._dataset.position(step, self._train.global_batch)
             record["sources"] = self._dataset.fingerprints
@@ -158,8 +162,13 @@ class ProgramTrainer:
 
     def restore(self, path: Path) -> int:
         """Takes up the state saved at `path`, under this or another program; the step that it was saved behind."""
-        record = read_record(path)
-        for key, own in self._origin().items():
+        record, source = read_record(path), Source(f"{path}, record")
+        origin = self._origin()
+        if self._subject.described is not None and "described" in record:  # older ones have a name alone
+            saved_model = build(ModelSpec, record["described"], source, "model", ("described",))
+            check_model(saved_model, self._subject.described, path)
+            del origin["model"]
+        for key, own in origin.items():
             is_same = key == "data" and self._dataset is not None and self._dataset.is_of(record[key])
             if record[key] != own and not is_same:
                 data = self._dataset if key == "data" else None
@@ -174,7 +183,6 @@ class ProgramTrainer:
             )  # older ones have not
         self._updates = int(record["updates"])
         if "schedule" in record:
-            source = Source(f"{path}, record")
             saved = build(ScheduleState, record["schedule"], source, "schedule", ("schedule",))
             self.schedule.resume(saved, int(record["step"]))
         if self._dataset is not None and "samples" in record:

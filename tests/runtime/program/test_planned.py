@@ -15,7 +15,7 @@ from hethub.spec.job import load_job
 from hethub.spec.program import is_for_cluster
 from tests.runtime.program.test_program_jobs import losses, train, write_program_job
 from tests.support.command import check_refused, ranks
-from tests.support.job_files import write_yaml
+from tests.support.job_files import MODEL, write_job, write_yaml
 
 
 def slower(cluster: Path) -> Path:
@@ -112,3 +112,17 @@ def test_a_run_cut_off_before_its_first_checkpoint_begins_again_with_the_code_of
     train(2, job, "--resume", tmp_path / "run", cwd=tmp_path)
     assert len(losses(tmp_path / "run")) == len(whole)
     assert losses(tmp_path / "run")[0] != whole[0]
+
+
+def test_a_run_goes_on_with_its_own_llama_alone_whatever_that_is_called_by_now(tmp_path: Path) -> None:
+    """Another rope_theta was left aside without a word, another norm_eps taken, and another name refused."""
+    cluster = {"nodes": [{"name": "alone", "accelerator": "CPU-core", "accelerators": 1}]}
+    job, run = write_job(tmp_path, plan="hap", cluster=cluster, train={"steps": 2}), tmp_path / "run"
+    train(1, job, "--run-dir", run, cwd=tmp_path)
+    given = ("train", job, "--resume", run, "--set", "train.steps=3")
+    for change in ("rope_theta", "norm_eps"):
+        write_yaml(tmp_path / "model.yaml", {**MODEL, change: 0.5})
+        check_refused(ranks(1, *given, cwd=tmp_path), "was saved from model 'tiny'", f"{change} ", "0.5 here")
+    write_yaml(tmp_path / "model.yaml", {**MODEL, "name": "renamed"})
+    train(1, *given[1:], cwd=tmp_path)
+    assert len(losses(run)) == 3
