@@ -163,9 +163,10 @@ def doctor(options: argparse.Namespace) -> None:
         return None
     need_torch("doctor")
     from hethub.runtime.doctor.ranks import examine_ranks
+    from hethub.spec.job import CommunicatorSpec
 
-    relay = "auto" if job is None else job.spec.communicator.relay
-    examined = examine_ranks(info, None if job is None else job.cluster, relay)
+    spec = CommunicatorSpec() if job is None else job.spec.communicator
+    examined = examine_ranks(info, None if job is None else job.cluster, spec)
     if examined is None:
         return None
     examined.findings.extend(checked)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from hethub.cli import run
-from tests.support.command import check_refused, one, ranks
-from tests.support.job_files import ALONE, plan, write_job
+from tests.support.command import HETHUB, Running, check_refused, one, ranks
+from tests.support.hosts.sockets import free_port
+from tests.support.job_files import ALONE, plan, write_job, write_pair_job
 
 
 def two_islands(rank: int) -> None:
@@ -56,6 +57,17 @@ def test_bench_takes_the_jobs_relay_and_wire(tmp_path: Path) -> None:
     assert 0.99 <= large["bridge_bytes_over_bound"] <= 1.01
     assert 2.9e6 <= large["bridge_bytes"] <= 3.1e6  # of two islands, each half as wide as fp32
     assert large["bound_seconds"] > 0
+
+
+@pytest.mark.parametrize("command", [["profile"], ["doctor"], ["bench", "comm"]], ids=" ".join)
+def test_ranks_wait_for_each_other_as_long_as_the_job_says(command: list[str], tmp_path: Path) -> None:
+    """Two minutes, whatever the job said: `train` alone had asked it."""
+    job = write_pair_job(tmp_path)
+    first = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    words = [HETHUB, *command, job, "--set", "communicator.timeout_seconds=2"]
+    ended = Running(words, tmp_path, {**first, "MASTER_PORT": str(free_port())}).end()
+    assert ended.exit_code == 1
+    assert "has not come: it did not join within 2 s of rank 0" in ended.stderr
 
 
 @pytest.mark.parametrize(

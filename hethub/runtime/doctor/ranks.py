@@ -15,6 +15,7 @@ from hethub.runtime.launch.rendezvous import meet
 from hethub.runtime.launch.session import watched_meeting
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
+from hethub.spec.job import CommunicatorSpec
 
 _TOLD = ("CuPy", "relays")  # findings that the paragraph of a rank shows
 
@@ -82,10 +83,10 @@ class RanksExamined:
         return {"ranks": rows, "findings": [finding.to_dict() for finding in self.findings]}
 
 
-def examine_ranks(info: LaunchInfo, cluster: ClusterSpec | None, relay: str = "auto") -> RanksExamined | None:
+def examine_ranks(info: LaunchInfo, cluster: ClusterSpec | None, spec: CommunicatorSpec) -> RanksExamined | None:
     """What the started ranks have, on rank 0; None on the others. Raises BadInput where they cannot even meet."""
     with one_voice_per_node(info):
-        met = meet(info, cluster)
+        met = meet(info, cluster, spec.timeout_seconds)
     with watched_meeting(met) as meeting:
         findings = examine()
         try:
@@ -102,7 +103,7 @@ def examine_ranks(info: LaunchInfo, cluster: ClusterSpec | None, relay: str = "a
         )
         ranks = exchange_facts(meeting, "doctor", own)
         leave(meeting)
-    return evaluate(ranks, cluster, relay) if info.rank == 0 else None
+    return evaluate(ranks, cluster, spec.relay) if info.rank == 0 else None
 
 
 def evaluate(ranks: Sequence[RankReport], cluster: ClusterSpec | None, relay: str = "auto") -> RanksExamined:

@@ -30,8 +30,8 @@ _SPARE_SECONDS = 1.0
 _NEWS_SECONDS = 10.0  # for rank 0's word of who has not come to reach a rank that came before it
 
 
-def meet(info: LaunchInfo, cluster: ClusterSpec | None, timeout_seconds: float = 120.0) -> Rendezvous:
-    """The rendezvous of a command's ranks, on the network that their cluster names for this one. Raises BadInput."""
+def meet(info: LaunchInfo, cluster: ClusterSpec | None, timeout_seconds: float) -> Rendezvous:
+    """The rendezvous of a command's ranks, on the network that their cluster names for this one. Raises as `rendezvous`."""
     network = None if cluster is None else cluster.network_of(info.rank)
     return rendezvous(info, network=network, timeout_seconds=timeout_seconds)
 

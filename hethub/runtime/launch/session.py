@@ -22,17 +22,18 @@ def session(
 ) -> Iterator[tuple[World, ClusterSpec]]:
     """The connected world and its cluster: the job's, or what the ranks find (HETHUB_ISLANDS emulates islands).
 
-    The network is the job's, too; relay, wire, lanes and timeout are `communicator`'s, but for `num_lanes`.
+    The network is the job's, too, and how long ranks wait for each other to come; relay, wire, lanes and the timeout from
+    then on are `communicator`'s, but for `num_lanes`.
     Raises BadInput where the ranks do not fit together or the cluster, RunFailed where one fails later.
     """
     info = launch_info()
-    cluster = None if job is None else job.cluster
+    cluster, usual = (None if job is None else job.cluster), CommunicatorSpec()
     with one_voice_per_node(info):
-        met = meet(info, cluster)
+        met = meet(info, cluster, (usual if job is None else job.spec.communicator).timeout_seconds)
     with watched_meeting(met) as meeting:
         device = consensus(meeting, "device", lambda: _real_device(cluster, info))
         found = agree(meeting, own_facts(info, device), cluster).cluster
-        bridged = communicator or CommunicatorSpec()
+        bridged = communicator or usual
         world = connect(
             meeting, device=device, islands=list(found.islands.values()), relay=bridged.relay, wire=bridged.wire,
             timeout_seconds=bridged.timeout_seconds, num_lanes=num_lanes or bridged.lanes,
