@@ -34,6 +34,23 @@ def test_a_case_may_leave_its_model_to_the_configs_folder(tmp_path: Path) -> Non
     assert validate(case)["rows"][0]["predicted_seconds"] > 0
 
 
+def test_a_case_is_of_the_model_that_its_plan_says_it_was_made_for(tmp_path: Path) -> None:
+    """A file of that name in configs/models was taken, whatever it held; without one the case was refused."""
+    case, found = case_folder(tmp_path), tmp_path / "configs" / "models"
+    layout = uniform(TINY, cluster(("CPU-core", 1, 4)), tp=1, pp=2, micro_batch=2, batch=16, seq=128, precision="fp32")
+    save_plan(layout.plan, case / "plan.yaml", PlannedFor(model=TINY, cluster=layout.cluster))
+    alone = validate(case)["rows"][0]["predicted_seconds"]
+    found.mkdir(parents=True)
+    write_yaml({**TINY.to_dict(), "ffn": 8 * TINY.ffn}, found / "any.yaml")
+    assert validate(case)["rows"][0]["predicted_seconds"] == alone == predict(layout).step_seconds
+
+
+def test_cases_are_not_grouped_by_columns_that_they_do_not_have(tmp_path: Path) -> None:
+    """They were shown by source, and nobody was told."""
+    with pytest.raises(BadInput, match=r"--by accelerator: .* is a folder of cases, which have no columns"):
+        validate(case_folder(tmp_path), "accelerator")
+
+
 @pytest.mark.parametrize(
     ("peak", "told"),
     [(0, "0"), (-1, "-1"), (math.nan, "nan"), (math.inf, "inf"), ("much", "'much'"), (None, "nothing")],

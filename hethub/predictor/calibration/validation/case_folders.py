@@ -72,9 +72,11 @@ def _row(case: Path, constants: Constants) -> dict[str, Any]:
 
 
 def _model(case: Path, plan: PlanSpec) -> ModelSpec:
-    """model.yaml of the case, else the model of the plan's name in a configs folder."""
+    """model.yaml of the case, else the model that the plan says it was made for, else that of its name in a configs folder."""
     if (case / "model.yaml").exists():
         return load_model("model.yaml", case)
+    if plan.job is not None:
+        return plan.job.model
     try:
         return find_named(ModelSpec, "model", plan.model, case / "plan.yaml")
     except BadInput:

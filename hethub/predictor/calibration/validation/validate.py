@@ -30,6 +30,8 @@ def validate(path: Path, by: str = "source", constants: Constants | None = None)
     """
     constants = constants or packaged()
     if path.is_dir():
+        if by != "source":
+            raise BadInput(f"--by {by}: {path} is a folder of cases, which have no columns; leave it out.")
         return validate_folders(path, constants)
     mixed = path.suffix == ".json"
     if not mixed and LAYER_TIME in columns_of(path):
