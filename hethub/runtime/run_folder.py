@@ -124,18 +124,21 @@ class RunFolder:
     def start(self, job: Job, layout: Layout, prediction: dict[str, Any], communication: dict[str, Any]) -> None:
         """Writes what the run was given and what was predicted and chosen for it, each whole without other files."""
         self.open(job, layout.cluster, _plan_text(job, layout), prediction, communication)
-        self._write("model.yaml", dump_yaml(layout.model.to_dict()))
 
     def open(
         self, job: Job, cluster: ClusterSpec, plan: str, prediction: dict[str, Any], communication: dict[str, Any]
     ) -> None:
-        """As `start`, without a described model; `plan` is the text of a plan file."""
+        """As `start`; `plan` is the text of a plan file."""
         with self._writing("job.yaml"):
             self.path.mkdir(parents=True, exist_ok=True)
         if not self.has_ranks_of(cluster):  # as long as the old cluster's file tells: a start may be cut off behind it
             self._remove(*_OF_RANKS)
         self._write("job.yaml", dump_yaml(with_whole_paths(job)))
         self._write(self.cluster.name, dump_yaml(cluster.to_dict()))
+        if job.described is None:
+            self._remove("model.yaml")  # of a run that was cut off before this one
+        else:
+            self._write("model.yaml", dump_yaml(job.described.to_dict()))
         self._write_plan(plan)
         self._write_json("prediction.json", prediction)
         self._write_json("communicator.json", communication)

@@ -122,7 +122,24 @@ def test_a_run_goes_on_with_its_own_llama_alone_whatever_that_is_called_by_now(t
     given = ("train", job, "--resume", run, "--set", "train.steps=3")
     for change in ("rope_theta", "norm_eps"):
         write_yaml(tmp_path / "model.yaml", {**MODEL, change: 0.5})
-        check_refused(ranks(1, *given, cwd=tmp_path), "was saved from model 'tiny'", f"{change} ", "0.5 here")
+        check_refused(ranks(1, *given, cwd=tmp_path), "model.yaml was saved from model", f"{change} ", "0.5 here")
+    (run / "model.yaml").unlink()
+    check_refused(
+        ranks(1, *given, cwd=tmp_path), "step-2 was saved from model", "norm_eps "
+    )  # the checkpoint has it too
     write_yaml(tmp_path / "model.yaml", {**MODEL, "name": "renamed"})
     train(1, *given[1:], cwd=tmp_path)
     assert len(losses(run)) == 3
+
+
+def test_a_run_begun_again_under_hap_is_of_its_own_model(tmp_path: Path) -> None:
+    """The model.yaml of the run before, under a plan of layers, stayed, and the run could not go on."""
+    cluster = {"nodes": [{"name": "alone", "accelerator": "CPU-core", "accelerators": 1}]}
+    job, run = write_job(tmp_path, plan="auto", cluster=cluster, train={"steps": 1}), tmp_path / "run"
+    train(1, job, "--run-dir", run, cwd=tmp_path)
+    shutil.rmtree(run / "checkpoints")
+    (run / "owner.json").write_text("{}")  # as it is left where all ranks are killed
+    write_job(tmp_path, model={"ffn": 128}, plan="hap", cluster=cluster, train={"steps": 1})
+    for steps in (1, 2):
+        train(1, job, "--resume", run, "--set", f"train.steps={steps}", cwd=tmp_path)
+    assert len(losses(run)) == 2
