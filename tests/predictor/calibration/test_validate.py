@@ -65,6 +65,8 @@ def test_the_printed_mean_is_of_as_many_rows_as_are_said(tmp_path: Path, capsys:
         ({"layers": 1}, "pp 2 leaves a stage without any of the 1 layers"),  # a traceback for the whole table
         ({"n_accelerators": 16, "dp": 4, "accelerator": "Gaudi2"}, "gbps_per_nic"),
         ({"precision": "int8"}, "precision int8 is unknown"),
+        ({"family": "lama"}, "the row: family is 'lama', but input should be 'llama', 'gpt'"),  # in pydantic's words
+        ({"heads": 7, "kv_heads": 7}, "the row: heads: hidden 1024 is not a multiple of heads 7"),
         ({"recompute": "Full"}, "recompute is 'Full'; it is none, selective or full"),  # counted as another
         ({"flash_attention": "yes"}, "flash_attention is 'yes'; it is 0 or 1"),  # these counted as 0
         ({"gated": "1.0"}, "gated is '1.0'; it is 0 or 1"),

@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 
-from hethub.spec.documents import check_regular
+from hethub.spec.documents import Source, check_regular
 from hethub.spec.errors import BadInput
 
 LARGEST = 10**7  # of any count in a table: larger ones are slips, and would be laid out one by one
+
+THE_ROW = Source("the row")  # who is named, in a reason, as what breaks the rules of a spec
 
 
 def columns_of(path: Path) -> list[str]:
@@ -68,7 +70,7 @@ class Numbers:
         text = self.row.get(key) or ""
         if not text and default is not None:
             return default
-        value = self._float(key)
+        value = self.any(key)
         if not (0 if default == 0 else 1) <= value <= LARGEST or value != int(value):
             raise ValueError(f"{key} is {text or 'empty'}; a whole number is needed, up to {LARGEST:,}")
         return int(value)
@@ -77,12 +79,12 @@ class Numbers:
         """A positive finite number; None for an empty cell."""
         if not self.row.get(key):
             return None
-        if not 0 < (value := self._float(key)) < inf:
+        if not 0 < (value := self.any(key)) < inf:
             raise ValueError(f"{key} is {self.row[key]}; a positive number is needed")
         return value
 
-    def _float(self, key: str) -> float:
-        """0 for an empty cell."""
+    def any(self, key: str) -> float:
+        """Any number; 0 for an empty cell."""
         try:
             return float(self.row.get(key) or 0.0)
         except ValueError:

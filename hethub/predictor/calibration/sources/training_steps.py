@@ -5,13 +5,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from hethub.predictor.calibration.sources.cells import Numbers, check_named, read_lines
+from hethub.predictor.calibration.sources.cells import THE_ROW, Numbers, check_named, read_lines
 from hethub.predictor.calibration.sources.software_stacks import HALF_GRADIENT_BYTES, Stack, server_of, stack_of
-from hethub.predictor.cost.constants import NARROW, peak_flops
+from hethub.predictor.cost.constants import NARROW, largest_peak
 from hethub.predictor.cost.operators import model_flops
 from hethub.predictor.cost.software import HETHUB, MathPrecision, Software
 from hethub.predictor.memory.ranks import rank_memory
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
+from hethub.spec.base import build
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout
 from hethub.spec.model import ModelSpec
@@ -162,8 +163,7 @@ def _check_rate(
     model: ModelSpec, cluster: ClusterSpec, batch: int, seq: int, seconds: float, precision: MathPrecision
 ) -> None:
     """Raises ValueError where the step would be faster than its products alone at the accelerators' peak."""
-    math: tuple[MathPrecision, ...] = ("fp32", "tf32") if precision == "fp32" else (precision,)  # tables mix these two
-    peak = sum(max(peak_flops(n.device, each) for each in math) * n.accelerators * n.count for n in cluster.nodes)
+    peak = sum(largest_peak(node.device, precision) * node.accelerators * node.count for node in cluster.nodes)
     least = model_flops(model, batch, seq) / peak
     if seconds < least:
         raise ValueError(
@@ -174,19 +174,16 @@ def _check_rate(
 
 def _model(row: Mapping[str, str], number: Numbers) -> ModelSpec:
     seq = number("seq")
-    return ModelSpec(
-        name=row.get("model") or "model",
-        family=row["family"],
-        layers=number("layers"),
-        hidden=number("hidden"),
-        heads=number("heads"),
-        kv_heads=number("kv_heads", 0) or None,
-        ffn=number("ffn"),
-        gated=row["gated"] == "1" if row.get("gated") else None,
-        vocab=number("vocab"),
-        max_seq_len=seq,
-        tied_head=row["family"] != "llama" and not row["source"].startswith(WITH_OWN_HEAD),
-    )
+    shape = {
+        "name": row.get("model") or "model",
+        "family": row["family"],
+        **{key: number(key) for key in ("layers", "hidden", "heads", "ffn", "vocab")},
+        "kv_heads": number("kv_heads", 0) or None,
+        "gated": row["gated"] == "1" if row.get("gated") else None,
+        "max_seq_len": seq,
+        "tied_head": row["family"] != "llama" and not row["source"].startswith(WITH_OWN_HEAD),
+    }
+    return build(ModelSpec, shape, THE_ROW, "model")
 
 
 def _cluster(row: Mapping[str, str], number: Numbers, total: int, inferred: dict[str, str]) -> ClusterSpec:
@@ -213,7 +210,7 @@ def _cluster(row: Mapping[str, str], number: Numbers, total: int, inferred: dict
     nodes = [node]
     if total % per_node:
         nodes.append({**node, "name": "last", "count": 1, "accelerators": total % per_node})
-    return ClusterSpec.model_validate({"name": f"{total} {row['accelerator']}", "nodes": nodes})
+    return build(ClusterSpec, {"name": f"{total} {row['accelerator']}", "nodes": nodes}, THE_ROW, "cluster")
 
 
 def _machines_in_domain(per_node: int, total: int, domain: int) -> int:
