@@ -162,6 +162,8 @@ def need_torch(name: str) -> None:
         )
     if "torch" in sys.modules:
         return
+    # A rank that ends while another talks to its store is told of in hethub's words; torch's own are pages of C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # What it makes stays: a collector that looks at all of it again and again takes a quarter of its time, and of what
     # is imported next.
     gc.disable()

@@ -117,7 +117,7 @@ def read_json(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> Any:
 def parse_json(text: str | bytes, name: str, what: str) -> Any:
     """As `read_json`, from text."""
     try:
-        return json.loads(text)
+        return json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)  # some editors write the mark
     except RecursionError:
         raise BadInput(f"{name}: the {what} nests too deeply to be read.") from None
     except json.JSONDecodeError as error:

@@ -85,6 +85,12 @@ def peak_flops(accelerator: AcceleratorSpec, precision: MathPrecision) -> float:
     return max(rates)
 
 
+def largest_peak(accelerator: AcceleratorSpec, precision: MathPrecision) -> float:
+    """What no measured row of a table can exceed: those in fp32 may have been computed in tf32, which tables mix."""
+    math: tuple[MathPrecision, ...] = ("fp32", "tf32") if precision == "fp32" else (precision,)
+    return max(peak_flops(accelerator, each) for each in math)
+
+
 def attention_peak_flops(accelerator: AcceleratorSpec, precision: MathPrecision) -> float:
     """The peak that fused attention runs at: narrower products leave attention in bf16."""
     return peak_flops(accelerator, "bf16" if precision in NARROW else precision)

@@ -85,6 +85,8 @@ def test_case_folder(tmp_path: Path) -> None:
     result = validate(tmp_path)
     assert result["rows"][0]["id"] == "mine"
     assert result["memory"]["mape"] > 0
+    (case / "measured.json").write_text('{"step_seconds": 0.1}', encoding="utf-8-sig")  # as some editors write
+    assert validate(tmp_path)["rows"][0]["id"] == "mine"
     (case / "measured.json").write_text("{}")
     with pytest.raises(BadInput, match="step_seconds"):
         validate(tmp_path)

@@ -2,6 +2,7 @@
 well."""
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,14 @@ def test_the_printed_mean_is_of_as_many_rows_as_are_said(tmp_path: Path, capsys:
         ({"layers": 1}, "pp 2 leaves a stage without any of the 1 layers"),  # a traceback for the whole table
         ({"n_accelerators": 16, "dp": 4, "accelerator": "Gaudi2"}, "gbps_per_nic"),
         ({"precision": "int8"}, "precision int8 is unknown"),
+        ({"family": "lama"}, "the row: family is 'lama', but input should be 'llama', 'gpt'"),  # in pydantic's words
+        ({"heads": 7, "kv_heads": 7}, "the row: heads: hidden 1024 is not a multiple of heads 7"),
+        ({"recompute": "Full"}, "recompute is 'Full'; it is none, selective or full"),  # counted as another
+        ({"flash_attention": "yes"}, "flash_attention is 'yes'; it is 0 or 1"),  # these counted as 0
+        ({"gated": "1.0"}, "gated is '1.0'; it is 0 or 1"),
+        ({"optimizer_included": "false"}, "optimizer_included is 'false'; it is 0 or 1"),
+        ({"suspect": "true"}, "suspect is 'true'; it is 0 or 1"),
+        ({"zero": 5}, "zero is 5; it is 0, 1, 2 or 3"),
         ({"step_seconds": "nan"}, "step_seconds is nan; a positive number"),
         ({"step_seconds": "abc"}, "step_seconds is 'abc'; a number is needed"),
         ({"layers": "inf"}, "whole number"),
@@ -169,11 +178,30 @@ def test_no_table_is_bad_input(tmp_path: Path) -> None:
         validate(table(tmp_path, {"accelerator": "H100"}))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("kv_heads,", "heads,", "has the column(s) heads twice"),  # the last of them counted
+        (",mine,", ",mine, of May,", "line 2: it has 32 cells, and the first line names 31 columns"),  # they moved
+        (",mine,", ',"mine,', "cannot be read: unexpected end of data"),  # the rest was one cell
+        (",", ";", "lacks the column(s) id, source"),
+    ],
+)
+def test_a_table_whose_cells_are_not_its_columns_is_refused(tmp_path: Path, old: str, new: str, why: str) -> None:
+    path = table(tmp_path, {})
+    text = path.read_text().replace(old, new) if old == "," else path.read_text().replace(old, new, 1)
+    path.write_text(text)
+    with pytest.raises(BadInput, match=re.escape(why)):
+        validate(path)
+
+
 def test_a_table_that_a_spreadsheet_wrote_is_read(tmp_path: Path) -> None:
-    """With a mark of its encoding in front and carriage returns."""
+    """With a mark of its encoding in front, carriage returns, empty columns behind, and spaces in the first line."""
     plain = table(tmp_path, {})
     before = validate(plain)["rows"]
-    plain.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes().replace(b"\r", b"").replace(b"\n", b"\r\n"))
+    lines = plain.read_text().splitlines()
+    text = "".join(line + ",,\r\n" for line in [lines[0].replace(",", ", "), *lines[1:]])
+    plain.write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert validate(plain)["rows"] == before
 
 

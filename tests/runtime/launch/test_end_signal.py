@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -48,3 +50,25 @@ def asked_behind_the_last_step(rank, store):
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGUSR1)
     return "went on"
+
+
+def test_a_store_whose_rank_has_ended_says_nothing_in_frames():
+    """Of a Ctrl-C in its first seconds a job told in pages of torch's C++ frames, now and then."""
+    told = subprocess.run([sys.executable, "-c", STORE_THAT_ENDS], capture_output=True, text=True, timeout=120)
+    assert (told.stdout, told.stderr) == ("broken\n", "")
+
+
+STORE_THAT_ENDS = """
+from datetime import timedelta
+from hethub.commands.common import need_torch
+need_torch("train")
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=5), wait_for_workers=False)
+client = dist.TCPStore("127.0.0.1", store.port, None, False, timeout=timedelta(seconds=5), wait_for_workers=False)
+del store
+try:
+    for _ in range(1000):
+        client.set("key", "value")
+except dist.DistNetworkError:
+    print("broken")
+"""

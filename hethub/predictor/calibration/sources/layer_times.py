@@ -4,15 +4,17 @@ import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
-from hethub.predictor.cost.constants import Constants, Efficiency, peak_flops
+from hethub.predictor.calibration.sources.cells import THE_ROW, Numbers
+from hethub.predictor.cost.constants import Constants, Efficiency, largest_peak, peak_flops
 from hethub.predictor.cost.layer import pass_seconds, with_launches
 from hethub.predictor.cost.operators import Shape, Work, layer_work
 from hethub.predictor.cost.software import MathPrecision, Software
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
+from hethub.spec.base import build
 from hethub.spec.model import ModelSpec
 
 # Query heads and KV heads of the tables' models (their model cards); the rest of the shape is in the table.
@@ -58,14 +60,18 @@ def read_layer_times(path: Path) -> list[LayerRow]:
 
 def read_layer_row(row: Mapping[str, str]) -> LayerRow:
     """One row. Raises ValueError saying what is missing or wrong; a model that is not known names its heads itself."""
-    heads, kv_heads = _heads(row)
-    hidden, gated = int(row["hidden"]), row["model"].startswith(("llama", "mistral"))
+    number = Numbers(row)
+    heads, kv_heads = _heads(row, number)
+    hidden, gated = number("hidden"), row["model"].startswith(("llama", "mistral"))
     attention = hidden * (hidden // heads) * (2 * heads + 2 * kv_heads)
-    given = int(row["params_per_layer"] or 0)
+    given = int(number.positive("params_per_layer") or 0)
     ffn = (given - attention) // ((3 if gated else 2) * hidden) if given else _DEFAULT_FFN.get(row["model"], 4 * hidden)
+    if ffn < 1:
+        raise ValueError(f"params_per_layer {given:,} is not more than attention's {attention:,} alone")
     family = "llama" if gated else "gpt" if row["model"].startswith("gpt") else "bert"
-    model = ModelSpec(name=row["model"], family=family, layers=1, hidden=hidden, heads=heads, kv_heads=kv_heads,
-                      ffn=ffn, vocab=1, max_seq_len=4096)  # fmt: skip
+    shape = {"name": row["model"], "family": family, "layers": 1, "hidden": hidden, "heads": heads, "kv_heads": kv_heads,
+             "ffn": ffn, "vocab": 1, "max_seq_len": 4096}  # fmt: skip
+    model = build(ModelSpec, shape, THE_ROW, "model")
     eager = family == "gpt"  # Hugging Face's GPT: attention and tanh-GELU kernel by kernel
     software = Software(
         fused_attention=not eager,
@@ -75,19 +81,27 @@ def read_layer_row(row: Mapping[str, str]) -> LayerRow:
         gradient_pass_bytes=None,
     )
     precision: MathPrecision = row["precision"]  # type: ignore[assignment]
-    batch, seq = int(row["micro_batch"]), int(row["seq"])
+    if precision not in get_args(MathPrecision):
+        raise ValueError(f"precision {precision} is unknown")
+    batch, seq = number("micro_batch"), number("seq")
     forward, backward = layer_work(model, Shape(batch, seq, 1.0), precision, software)
-    seconds = (float(row["forward_ms"]) / 1e3, float(row["backward_ms"]) / 1e3)
+    seconds = (number.any("forward_ms") / 1e3, number.any("backward_ms") / 1e3)
     if not all(0 < each < 1e7 for each in seconds):
         raise ValueError(f"forward_ms {row['forward_ms']} and backward_ms {row['backward_ms']} are no positive times")
-    return LayerRow(
-        row["model"], find_accelerator(row["accelerator"]), seq, precision, batch, forward, backward, seconds
-    )
+    device = find_accelerator(row["accelerator"])
+    least = (forward.flops + backward.flops) / largest_peak(device, precision)
+    if sum(seconds) < least:
+        raise ValueError(
+            f"forward_ms {row['forward_ms']} and backward_ms {row['backward_ms']} are beyond physics: the products alone take "
+            f"{1e3 * least:.3g} ms at the peak of {device.name}; look at their unit (milliseconds) and at precision"
+        )
+    return LayerRow(row["model"], device, seq, precision, batch, forward, backward, seconds)
 
 
-def _heads(row: Mapping[str, str]) -> tuple[int, int]:
+def _heads(row: Mapping[str, str], number: Numbers) -> tuple[int, int]:
     if row.get("heads"):
-        return int(row["heads"]), int(row.get("kv_heads") or row["heads"])
+        heads = number("heads")
+        return heads, number("kv_heads", 0) or heads
     if row["model"] not in _HEADS:
         raise ValueError(f"the heads of model '{row['model']}' are not known; add columns heads and kv_heads")
     return _HEADS[row["model"]]

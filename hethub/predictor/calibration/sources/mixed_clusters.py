@@ -4,9 +4,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hethub.predictor.calibration.sources.cells import LARGEST
 from hethub.predictor.calibration.sources.software_stacks import HALF_GRADIENT_BYTES
 from hethub.predictor.calibration.sources.training_steps import (
-    LARGEST,
     WITH_OWN_HEAD,
     Case,
     collect,

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from hethub.predictor.calibration.sources.training_steps import Case, collect, read_lines, read_row
+from hethub.predictor.calibration.sources.cells import read_lines
+from hethub.predictor.calibration.sources.training_steps import Case, collect, read_row
 
 LAYERS_ALONE = "megatron-deepspeed, layers alone"  # no load of a whole step behind what was timed
 ITERATION_TIME = "iteration time (ms)"

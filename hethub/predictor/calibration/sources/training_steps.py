@@ -1,31 +1,33 @@
 """Rows of published measurements as plans: what a table says, read into the same layouts that hethub predicts."""
 
-import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
+from hethub.predictor.calibration.sources.cells import THE_ROW, Numbers, check_named, read_lines
 from hethub.predictor.calibration.sources.software_stacks import HALF_GRADIENT_BYTES, Stack, server_of, stack_of
-from hethub.predictor.cost.constants import NARROW, peak_flops
+from hethub.predictor.cost.constants import NARROW, largest_peak
 from hethub.predictor.cost.operators import model_flops
 from hethub.predictor.cost.software import HETHUB, MathPrecision, Software
 from hethub.predictor.memory.ranks import rank_memory
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
+from hethub.spec.base import build
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.documents import check_regular
-from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 
 REQUIRED = ("id", "source", "family", "layers", "hidden", "heads", "ffn", "vocab", "seq", "accelerator", "n_accelerators",
             "tp", "pp", "dp", "global_batch", "precision", "step_seconds")  # fmt: skip
-IN_NODE_NICS = 8
+# What a cell of these may say; an empty one leaves it open.
+NAMED = {
+    "recompute": ("none", "selective", "full"),
+    **dict.fromkeys(("gated", "flash_attention", "sequence_parallel", "optimizer_included", "suspect"), ("0", "1")),
+}
+IN_NODE_NICS, MOST_ZERO = 8, 3
 FAR_BEYOND, NEAR = 1.3, 0.2  # measured peak memory over that of the named precision, and from that of tf32
 LONG_PIPELINE, FEW_MICROBATCHES = 8, 4  # stages, and micro-batches for each, that programs interleave
-LARGEST = 10**7  # of any count in a table: larger ones are slips, and would be laid out one by one
 # What sources' published programs say and their tables do not: Sailor's ports of OPT and GPT-Neo have no dropout in
 # attention and a head of their own (github.com/eth-easl/sailor). The rows' peak memory agrees.
 WITHOUT_ATTENTION_DROPOUT = WITH_OWN_HEAD = ("Sailor",)
@@ -75,40 +77,13 @@ def collect(
     return cases, skipped
 
 
-def columns_of(path: Path) -> tuple[str, ...]:
-    """The names in the first line of a CSV table. Raises BadInput where it cannot be read."""
-    if not path.exists():
-        raise BadInput(f"{path}: there is no such table. Check the path.")
-    check_regular(path, "a table")
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            return tuple(csv.DictReader(file).fieldnames or ())
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise BadInput(f"{path}: the table cannot be read: {error}.") from None
-
-
-def read_lines(path: Path, required: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
-    """The rows of a CSV table with their names: the column id, else the line. Raises BadInput where a column is
-    missing."""
-    columns = columns_of(path)
-    if missing := [name for name in required if name not in columns]:
-        raise BadInput(
-            f"{path}: the table lacks the column(s) {', '.join(missing)}; its first line names the columns (docs/plans.md has an example)."
-        )
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = [{key: (value or "").strip() for key, value in row.items() if key} for row in csv.DictReader(file)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise BadInput(f"{path}: the table cannot be read: {error}.") from None
-    return [(row.get("id") or f"line {number}", row) for number, row in enumerate(rows, 2)]
-
-
 def read_row(row: Mapping[str, str]) -> Case:
     """One row as a case. Raises ValueError saying what is inconsistent.
 
     A row in half precision whose measured peak memory is far beyond it, and is that of fp32 weights and activations,
     ran in tf32: NVIDIA's containers compute fp32 products so.
     """
+    check_named(row, NAMED)
     named = row["precision"]
     if named not in get_args(MathPrecision):
         raise ValueError(f"precision {named} is unknown")
@@ -129,7 +104,7 @@ def _peak(case: Case) -> float:
 
 def _read_in(row: Mapping[str, str], precision: MathPrecision) -> Case:
     """One row as a case whose products ran in `precision`."""
-    number = _Numbers(row)
+    number = Numbers(row)
     model = _model(row, number)
     tp, pp, cp, dp = number("tp"), number("pp"), number("cp", 1), number("dp")
     total, batch, seq = number("n_accelerators"), number("global_batch"), number("seq")
@@ -147,6 +122,8 @@ def _read_in(row: Mapping[str, str], precision: MathPrecision) -> Case:
     stack, inferred = stack_of(row.get("stack") or "unknown"), dict[str, str]()
     cluster = _cluster(row, number, total, inferred)
     zero = number("zero", 0)
+    if zero > MOST_ZERO:
+        raise ValueError(f"zero is {zero}; it is 0, 1, 2 or 3, or left empty")
     if not row.get("zero"):
         zero = stack.zero
         inferred["zero"] = str(zero)
@@ -186,8 +163,7 @@ def _check_rate(
     model: ModelSpec, cluster: ClusterSpec, batch: int, seq: int, seconds: float, precision: MathPrecision
 ) -> None:
     """Raises ValueError where the step would be faster than its products alone at the accelerators' peak."""
-    math: tuple[MathPrecision, ...] = ("fp32", "tf32") if precision == "fp32" else (precision,)  # tables mix these two
-    peak = sum(max(peak_flops(n.device, each) for each in math) * n.accelerators * n.count for n in cluster.nodes)
+    peak = sum(largest_peak(node.device, precision) * node.accelerators * node.count for node in cluster.nodes)
     least = model_flops(model, batch, seq) / peak
     if seconds < least:
         raise ValueError(
@@ -196,55 +172,21 @@ def _check_rate(
         )
 
 
-class _Numbers:
-    """Whole numbers of a row; an empty cell is the default, or an error without one."""
-
-    def __init__(self, row: Mapping[str, str]) -> None:
-        self.row = row
-
-    def __call__(self, key: str, default: int | None = None) -> int:
-        text = self.row.get(key) or ""
-        if not text and default is not None:
-            return default
-        value = self._float(key)
-        if not (0 if default == 0 else 1) <= value <= LARGEST or value != int(value):
-            raise ValueError(f"{key} is {text or 'empty'}; a whole number is needed, up to {LARGEST:,}")
-        return int(value)
-
-    def positive(self, key: str) -> float | None:
-        """A positive finite number; None for an empty cell."""
-        if not self.row.get(key):
-            return None
-        if not 0 < (value := self._float(key)) < inf:
-            raise ValueError(f"{key} is {self.row[key]}; a positive number is needed")
-        return value
-
-    def _float(self, key: str) -> float:
-        """0 for an empty cell."""
-        try:
-            return float(self.row.get(key) or 0.0)
-        except ValueError:
-            raise ValueError(f"{key} is {self.row[key]!r}; a number is needed, without its unit") from None
-
-
-def _model(row: Mapping[str, str], number: _Numbers) -> ModelSpec:
+def _model(row: Mapping[str, str], number: Numbers) -> ModelSpec:
     seq = number("seq")
-    return ModelSpec(
-        name=row.get("model") or "model",
-        family=row["family"],
-        layers=number("layers"),
-        hidden=number("hidden"),
-        heads=number("heads"),
-        kv_heads=number("kv_heads", 0) or None,
-        ffn=number("ffn"),
-        gated=row["gated"] == "1" if row.get("gated") else None,
-        vocab=number("vocab"),
-        max_seq_len=seq,
-        tied_head=row["family"] != "llama" and not row["source"].startswith(WITH_OWN_HEAD),
-    )
+    shape = {
+        "name": row.get("model") or "model",
+        "family": row["family"],
+        **{key: number(key) for key in ("layers", "hidden", "heads", "ffn", "vocab")},
+        "kv_heads": number("kv_heads", 0) or None,
+        "gated": row["gated"] == "1" if row.get("gated") else None,
+        "max_seq_len": seq,
+        "tied_head": row["family"] != "llama" and not row["source"].startswith(WITH_OWN_HEAD),
+    }
+    return build(ModelSpec, shape, THE_ROW, "model")
 
 
-def _cluster(row: Mapping[str, str], number: _Numbers, total: int, inferred: dict[str, str]) -> ClusterSpec:
+def _cluster(row: Mapping[str, str], number: Numbers, total: int, inferred: dict[str, str]) -> ClusterSpec:
     """The machines of a row; what it does not say of them is as their makers build them."""
     accelerator, usual = find_accelerator(row["accelerator"]), server_of(row["accelerator"])
     per_node = min(number("per_node", 0) or min(total, usual.accelerators if usual else 8), total)
@@ -268,7 +210,7 @@ def _cluster(row: Mapping[str, str], number: _Numbers, total: int, inferred: dic
     nodes = [node]
     if total % per_node:
         nodes.append({**node, "name": "last", "count": 1, "accelerators": total % per_node})
-    return ClusterSpec.model_validate({"name": f"{total} {row['accelerator']}", "nodes": nodes})
+    return build(ClusterSpec, {"name": f"{total} {row['accelerator']}", "nodes": nodes}, THE_ROW, "cluster")
 
 
 def _machines_in_domain(per_node: int, total: int, domain: int) -> int:
@@ -332,7 +274,7 @@ def stage_specs(
     return tuple(stages)
 
 
-def _interleaving(row: Mapping[str, str], number: _Numbers) -> int:
+def _interleaving(row: Mapping[str, str], number: Numbers) -> int:
     """Chunks per stage where a row leaves them open: two where it says "interleaved"; chunks of two layers, as recipes
     have, where eight stages or more get few micro-batches; else one."""
     stages = number("pp")
@@ -349,7 +291,7 @@ def _sums_in_fp32(row: Mapping[str, str], stack: str, math: MathPrecision) -> bo
 
 
 def _software(
-    row: Mapping[str, str], number: _Numbers, math: MathPrecision, zero: int, known: Stack, inferred: dict[str, str]
+    row: Mapping[str, str], number: Numbers, math: MathPrecision, zero: int, known: Stack, inferred: dict[str, str]
 ) -> Software:
     """What the stack's name and the row's flags say of the execution; facts about the software, not fitted figures."""
     stack = row.get("stack") or "unknown"

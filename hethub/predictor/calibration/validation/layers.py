@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hethub.predictor.calibration.sources.cells import read_lines
 from hethub.predictor.calibration.sources.layer_times import LayerRow, LayerTable, read_layer_row
-from hethub.predictor.calibration.sources.training_steps import read_lines
 from hethub.predictor.calibration.validation.errors import row, summary
 from hethub.predictor.calibration.validation.goals import fit_goals
 from hethub.predictor.cost.constants import Constants

@@ -6,9 +6,10 @@ from statistics import fmean
 from typing import Any
 
 from hethub.predictor.calibration.evaluate import Outcome, evaluate
+from hethub.predictor.calibration.sources.cells import columns_of
 from hethub.predictor.calibration.sources.mixed_clusters import read_mixed
 from hethub.predictor.calibration.sources.single_node import ITERATION_TIME, read_single_node
-from hethub.predictor.calibration.sources.training_steps import Case, columns_of, read_table
+from hethub.predictor.calibration.sources.training_steps import Case, read_table
 from hethub.predictor.calibration.validation.case_folders import validate_folders
 from hethub.predictor.calibration.validation.errors import contradictory, row, summary, sweeps
 from hethub.predictor.calibration.validation.goals import family_out, fit_goals, table_goals
