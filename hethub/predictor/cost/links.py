@@ -32,7 +32,7 @@ class Network:
         self.between = BetweenMachines(cluster)
         self.machines, self.racks = self.between.machines, self.between.racks
         self._card_rates: dict[str, float] = {}
-        self._ring_rates: dict[tuple[Group, int], list[tuple[Group, float]]] = {}
+        self._ring_rates: dict[tuple[Group, float], list[tuple[Group, float]]] = {}
         self._paths: dict[tuple[int, int, bool], Path] = {}
 
     def group(self, ranks: Sequence[int], shares: Mapping[int, float] | None = None) -> Group:
@@ -221,7 +221,7 @@ class Network:
         return first._replace(seconds_per_byte=first.seconds_per_byte * pair / ring)
 
     def reduce_scatter(
-        self, group: Group, num_bytes: float, sharing: int = 1, operation: Operation = "reduce_scatter"
+        self, group: Group, num_bytes: float, sharing: float = 1, operation: Operation = "reduce_scatter"
     ) -> float:
         """Seconds until every rank holds its part of the sum of `num_bytes`; an all-gather takes as long, and so does half
         of an all-reduce, but for what islands exchange (`operation`).
@@ -254,7 +254,7 @@ class Network:
 
     all_gather = reduce_scatter
 
-    def all_reduce(self, group: Group, num_bytes: float, sharing: int = 1) -> float:
+    def all_reduce(self, group: Group, num_bytes: float, sharing: float = 1) -> float:
         """Seconds until every rank holds the sum of `num_bytes`: a reduce-scatter and an all-gather.
 
         Over machines NCCL's trees were measured to be no faster (benchmarks/collectives.py).
@@ -280,7 +280,7 @@ class Network:
             step = max(step, self.cluster.links.between_nodes.latency_seconds)
         return (group.size - 1) * step
 
-    def _rings(self, group: Group, sharing: int, measured: LinkTiming | None) -> list[tuple[Group, float]]:
+    def _rings(self, group: Group, sharing: float, measured: LinkTiming | None) -> list[tuple[Group, float]]:
         """The rings that a group runs, one inside each island, and the bytes a second that each gets."""
         found = self._ring_rates.get((group, sharing))
         if found is None:
@@ -289,7 +289,7 @@ class Network:
             self._ring_rates[group, sharing] = found
         return found
 
-    def _ring_rate(self, group: Group, sharing: int, measured: LinkTiming | None) -> float:
+    def _ring_rate(self, group: Group, sharing: float, measured: LinkTiming | None) -> float:
         """Bytes a second that a ring gets of its slowest link."""
         least = 0.0 if measured is None else measured.gbytes_per_second * 1e9
         nodes = [self.machines[machine] for machine, _ in group.machines]
@@ -353,7 +353,7 @@ class Network:
         """Whether what islands exchange takes a node's interfaces: an emulated one need not have any."""
         return not (self.cluster.emulated and node.gbps is None)
 
-    def _sharing_inside(self, node: NodeSpec, group: Group, sharing: int) -> int:
+    def _sharing_inside(self, node: NodeSpec, group: Group, sharing: float) -> float:
         """How many like groups share the way between a node's accelerators.
 
         Rings that leave a node over PCIe all pass its host; inside, neighbours may sit under switches of their own, and
@@ -363,7 +363,7 @@ class Network:
         return min(sharing, node.accelerators) if hosted else 1
 
     def _exchange_seconds(
-        self, group: Group, num_bytes: float, sharing: int, measured: LinkTiming | None, operation: Operation
+        self, group: Group, num_bytes: float, sharing: float, measured: LinkTiming | None, operation: Operation
     ) -> float:
         """What islands send each other, partials or what they own, each rank a part; it overlaps with the rings inside
         them in chunks. Both directions go at once."""

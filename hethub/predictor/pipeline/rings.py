@@ -2,13 +2,39 @@
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.groups import UNEVEN, Group, Operation
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.software import Software
 from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.shares import owner_fractions
 from hethub.spec.plan import ReplicaSpec
+
+RESOLUTION = 10**6  # to which shares of pieces are worked out
+
+
+class Piece(NamedTuple):
+    """What lies between two cuts next to each other, of any of a stage's replicas: one rank of each holds and sums it."""
+
+    ranks: tuple[int, ...]
+    start: float  # of the whole cut dimension
+    stop: float
+
+    @property
+    def part(self) -> float:
+        return self.stop - self.start
+
+
+class Ring(NamedTuple):
+    """Who sums a piece, how many like it share an interface, what part it is of what the fullest rank holds, and how much
+    longer it takes than if all owned equal parts of it."""
+
+    group: Group
+    sharing: float
+    part: float
+    uneven: float
 
 
 class Rings:
@@ -33,89 +59,127 @@ class Rings:
         return [share / whole for share in replica.tensor_shares]
 
     @memoized
-    def group(self, stage: int, position: int) -> Group:
-        """The ranks at one position of every replica: who sums one shard's gradients."""
-        return self.network.group(self._ranks(stage, position), self._owned(stage))
+    def pieces(self, stage: int) -> list[Piece]:
+        """The stage's pieces in order. Where all replicas are cut alike, what each of their ranks holds."""
+        replicas, cuts = self.layout.stages[stage].replicas, self._cuts(stage)
+        ends = sorted({end for own in cuts.values() for end in own})
+        at = {key: [sum(cut <= start for cut in own) for start in [0.0, *ends[:-1]]] for key, own in cuts.items()}
+        positions = [(replica, at[replica.tp, replica.tensor_shares]) for replica in replicas]
+        return [
+            Piece(tuple([replica.ranks[own[index]] for replica, own in positions]), *span)
+            for index, span in enumerate(pairwise([0.0, *ends]))
+        ]
 
-    def _ranks(self, stage: int, position: int) -> list[int]:
-        """Positions are those of the widest replica, and several of its ranks hold what one of a narrower replica does."""
-        replicas = self.layout.stages[stage].replicas
-        widest = max(replica.tp for replica in replicas)
-        return [replica.ranks[position * replica.tp // widest] for replica in replicas]
+    def _cuts(self, stage: int) -> dict[tuple[object, ...], list[float]]:
+        """By degree and shares of a replica, where the part of each of its ranks ends."""
+        return {
+            (own.tp, own.tensor_shares): [round(end, 6) for end in accumulate(self.rank_fractions(own))]
+            for own in self.layout.stages[stage].unlike_replicas
+        }
 
     @memoized
-    def unlike(self, stage: int) -> list[tuple[Group, int, float]]:
-        """The unlike groups that sum a stage's gradients, how many like each share an interface, and what part of a rank's
-        parameters each sums: all, or a head of keys and values that several ranks of a replica hold."""
+    def group(self, stage: int, piece: int) -> Group:
+        """The ranks that sum a piece's gradients."""
+        return self.network.group(self.pieces(stage)[piece].ranks, self._owned(stage)[piece])
+
+    @memoized
+    def unlike(self, stage: int) -> list[Ring]:
+        """The unlike rings that sum a stage's gradients: those of its pieces, and of the heads of keys and values that
+        several ranks of a replica hold."""
         model, replicas = self.layout.model, self.layout.stages[stage].replicas
-        widest, heads = max(replica.tp for replica in replicas), model.num_kv_heads
-        found = {self.group(stage, at): (self._sharing(stage, at), 1.0) for at in range(widest)}
+        heads, widest = model.num_kv_heads, max(replica.tp for replica in replicas)
+        found = dict.fromkeys(self._of_pieces(stage))
         if widest > heads * self.software.context_parallel:
             part = 2 * model.hidden * model.head_size / self._layer_parameters(stage)
+            known = {ring.group for ring in found}
             for head in range(heads):
                 holders = [r.ranks[head * r.tp // heads : -(-(head + 1) * r.tp // heads)] for r in replicas]
                 group = self.network.group(sum(holders, ()))
-                found.setdefault(group, (self.network.sharing(group), part))
-        return [(group, *rest) for group, rest in found.items()]
+                if group not in known:
+                    found[Ring(group, self.network.sharing(group), part, 1.0)] = None
+        return list(found)
 
-    def _sharing(self, stage: int, position: int) -> int:
-        """How many such groups share a machine's interfaces at once, if all its accelerators are in one: those that meet
-        the same rank of a narrower replica take turns."""
-        group, pieces = self.group(stage, position), self._pieces(stage)
-        if self._most_pieces(stage) == 1:
+    @memoized
+    def _of_pieces(self, stage: int) -> list[Ring]:
+        pieces, most = self.pieces(stage), self._most(stage)
+        return [
+            Ring(
+                self.group(stage, index), self._sharing(stage, index), piece.part / most, self._unevenness(stage, index)
+            )
+            for index, piece in enumerate(pieces)
+        ]
+
+    @memoized
+    def _most(self, stage: int) -> float:
+        """What the stage's fullest rank holds, of the whole cut dimension."""
+        return max(max(self.rank_fractions(own)) for own in self.layout.stages[stage].unlike_replicas)
+
+    def _sharing(self, stage: int, piece: int) -> float:
+        """How many such rings share a machine's interfaces at once, if all its accelerators are in one."""
+        group = self.group(stage, piece)
+        if self.layout.stages[stage].cut_alike:
             return self.network.sharing(group)
-        on_machine, at_once = dict(group.machines), list[int]()
-        for replica, rank in zip(self.layout.stages[stage].replicas, self._ranks(stage, position), strict=True):
-            machine = self.layout.cluster.places[rank].machine
-            own = pieces[replica.tp, replica.tensor_shares][replica.ranks.index(rank)]
-            groups = self.network.machines[machine].accelerators // on_machine[machine]
-            at_once.append(groups * own // self._most_pieces(stage))
-        return max(1, min(at_once))
+        return max(1.0, min(self._at_once(stage)[machine] / count for machine, count in group.machines))
+
+    @memoized
+    def _at_once(self, stage: int) -> dict[int, float]:
+        """By machine, how many of its accelerators send at once where replicas are cut unlike: rings that meet the same rank
+        take turns, and while the fullest does, those of others wait."""
+        parts, places = dict[int, list[float]](), self.layout.cluster.places
+        for replica in self.layout.stages[stage].replicas:
+            for rank, part in zip(replica.ranks, self.rank_fractions(replica), strict=True):
+                parts.setdefault(places[rank].machine, []).append(part / self._most(stage))
+        return {at: self.network.machines[at].accelerators * sum(own) / len(own) for at, own in parts.items()}
 
     def seconds(self, stage: int, num_bytes: float, *, is_cut: bool = True) -> float:
         """Seconds of a reduce-scatter or an all-gather of what the stage's fullest rank holds, where nothing is sharded of
-        half an all-reduce, in the group where it takes longest. Where replicas are cut (`is_cut`) in unlike places that
-        rank meets others in each piece: these go beside each other, but for their bytes, which take the same links."""
+        half an all-reduce, for the rank for which it takes longest. Where replicas are cut (`is_cut`) in unlike places it
+        meets others in each piece: these go beside each other, but for their bytes, which take the same links."""
         operation: Operation = "reduce_scatter" if self.layout.stages[stage].zero else "all_reduce"
-        pieces = self._most_pieces(stage) if is_cut else 1
 
-        def of_pieces(group: Group, sharing: int, part: float) -> float:
-            one = self.network.reduce_scatter(group, part * num_bytes / pieces, sharing, operation)
-            empty = min(one, self.network.reduce_scatter(group, 1e-6, sharing, operation))
-            return empty + pieces * (one - empty)
+        def of(ring: Ring, part: float) -> float:
+            return ring.uneven * self.network.reduce_scatter(ring.group, part, ring.sharing, operation)
 
-        return self._unevenness(stage) * max(of_pieces(*each) for each in self.unlike(stage))
-
-    def _most_pieces(self, stage: int) -> int:
-        return max(map(max, self._pieces(stage).values()))
-
-    @memoized
-    def _pieces(self, stage: int) -> dict[tuple[object, ...], list[int]]:
-        """By degree and shares of a replica, in how many pieces the cuts of all replicas leave what each of its ranks
-        holds."""
-        cuts = {
-            (own.tp, own.tensor_shares): [0.0, *(round(cut, 6) for cut in accumulate(self.rank_fractions(own)))]
-            for own in self.layout.stages[stage].unlike_replicas
-        }
-        ends = {end for own in cuts.values() for end in own}
-        return {
-            key: [sum(start < end <= stop for end in ends) for start, stop in pairwise(own)]
-            for key, own in cuts.items()
-        }
+        if not is_cut:
+            return max([of(ring, num_bytes) for ring in self.unlike(stage)])
+        taken = {ring: of(ring, ring.part * num_bytes) for ring in self.unlike(stage)}
+        beside = {ring: min(taken[ring], of(ring, 1e-6)) for ring in taken}
+        each = [*taken.values()]
+        for meets in self._meets(stage):
+            latency = max(beside[ring] for ring in meets)
+            each.append(latency + sum(taken[ring] - beside[ring] for ring in meets))
+        return max(each)
 
     @memoized
-    def _owned(self, stage: int) -> dict[int, float]:
-        """What each rank steps of what it holds, where that is not the same for all: by the shares that are given, or where
-        replicas are of unlike degrees an equal part of the stage. Uneven cuts beside others are taken for even ones."""
-        own = self.layout.stages[stage]
-        if not own.zero or (not own.state_shares and (own.cut_alike or any(r.tensor_shares for r in own.replicas))):
-            return {}
-        held = [part for replica in own.replicas for part in self.rank_fractions(replica)]
-        return {rank: own.every_state_share[rank] / part for rank, part in zip(own.ranks, held, strict=True)}
+    def _meets(self, stage: int) -> list[list[Ring]]:
+        """Of each rank that holds several pieces their rings."""
+        pieces, rings = self.pieces(stage), self._of_pieces(stage)
+        spans = {span for own in self._cuts(stage).values() for span in pairwise([0.0, *own])}
+        found = (
+            [ring for piece, ring in zip(pieces, rings, strict=True) if start <= piece.start and piece.stop <= stop]
+            for start, stop in spans
+        )
+        return [own for own in found if len(own) > 1]
 
-    def _unevenness(self, stage: int) -> float:
+    @memoized
+    def _owned(self, stage: int) -> list[dict[int, float]]:
+        """Of each piece what its ranks step of it, where that is not the same for all: by the shares that are given, or
+        where replicas are cut unlike so that all step as much of the stage, or as near to it as the pieces allow."""
+        own, pieces = self.layout.stages[stage], self.pieces(stage)
+        if not own.zero or (not own.state_shares and own.cut_alike):
+            return [{} for _ in pieces]
+        if not own.state_shares and any(replica.tensor_shares for replica in own.replicas):
+            sizes = [(piece.ranks, round(RESOLUTION * piece.part)) for piece in pieces]
+            total = sum(size for _, size in sizes)
+            return [{r: float(part) for r, part in own.items()} for own in owner_fractions(stage, sizes, total, {})]
+        held = {
+            r: part for own_r in own.replicas for r, part in zip(own_r.ranks, self.rank_fractions(own_r), strict=True)
+        }
+        return [{rank: own.every_state_share[rank] / held[rank] for rank in piece.ranks} for piece in pieces]
+
+    def _unevenness(self, stage: int, piece: int) -> float:
         """How much longer collectives over uneven parts take: as many buckets as the smallest part allows are cut
         evenly."""
-        parts = self._owned(stage).values()
-        least = len(self.layout.stages[stage].replicas) * min(parts, default=1.0)
+        parts = self._owned(stage)[piece].values()
+        least = len(parts) * min(parts) / sum(parts) if any(parts) else 1.0
         return 1.0 + (UNEVEN - 1.0) * (1.0 - min(1.0, least))

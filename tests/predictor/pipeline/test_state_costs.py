@@ -244,33 +244,66 @@ def test_gradients_are_priced_in_the_groups_that_sum_them(degrees: tuple[int, ..
     costs = StateCosts(layout, HETHUB, network, lambda stage, portion: (1.0, 2.0))
     pieces = [piece for bucket in StateMap(layout).buckets for piece in bucket.pieces]
     summed = {network.group(piece.group.contributors).machines for piece in pieces}
-    assert {group.machines for group, _, _ in costs.rings.unlike(0)} == summed
+    assert {ring.group.machines for ring in costs.rings.unlike(0)} == summed
+
+
+@pytest.mark.parametrize(
+    "replicas",
+    [
+        (1, 1), (2, 1), (1, 4), (2, 4), (4, 1, 2),
+        ((3, 1), 1), (1, (3, 1)), ((3, 1), 2), ((3, 1), (1, 3)), ((3, 3, 2), 1, 2), ((3, 1), (3, 1)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_piece_is_priced_as_the_state_map_cuts_it(replicas: tuple[int | tuple[int, ...], ...]) -> None:
+    """By degree or shares of each replica: which ranks sum a piece, how much of a layer it is, and what each of them steps of
+    it. Replicas of unlike degrees were priced as equal parts in one piece, up to a quarter of a step too short over a
+    bridge; and those of uneven shares beside others as if they were even."""
+    degrees = [own if isinstance(own, int) else len(own) for own in replicas]
+    ends = list(accumulate(degrees, initial=0))
+    on, model = (
+        cluster(("MI250X-GCD", 1, ends[1]), ("A100-SXM4-80GB", 1, ends[-1] - ends[1])),
+        LLAMA_8B.replace(layers=8),
+    )
+    given = [
+        {"ranks": list(range(*own)), "micro_batch": 1, "samples": 8, "tensor_shares": None if isinstance(shares, int) else shares}
+        for own, shares in zip(pairwise(ends), replicas, strict=True)
+    ]  # fmt: skip
+    plan = {
+        "model": model.name, "cluster": on.name, "global_batch": 8 * len(given), "seq_len": 2048, "precision": "bf16",
+        "stages": [{"layers": [[0, model.layers]], "replicas": given, "zero": 2}],
+    }  # fmt: skip
+    layout = bind(PlanSpec.model_validate(plan), model, on)
+    costs = StateCosts(layout, HETHUB, Network(on), lambda stage, portion: (1.0, 2.0))
+    mapped = [p for bucket in StateMap(layout).buckets if bucket.decays for p in bucket.pieces]
+    priced = costs.rings.pieces(0)
+    assert {piece.ranks for piece in priced} == {piece.group.contributors for piece in mapped}
+    for index, piece in enumerate(priced):
+        own = [each for each in mapped if each.group.contributors == piece.ranks]
+        of_layers = sum(each.numel for each in own) / sum(each.numel for each in mapped)
+        same = [each.part for each in priced if each.ranks == piece.ranks]
+        assert sum(same) == pytest.approx(of_layers, rel=0.01)
+        stepped = [sum(cut.size for cut in cuts) for cuts in zip(*(each.cuts for each in own), strict=True)]
+        amd = sum(stepped[: sum(rank < ends[1] for rank in piece.ranks)]) / sum(stepped)
+        owned = costs.rings.group(0, index).owned
+        assert (owned.by_island if owned else (1 / len(given), 1 - 1 / len(given))) == pytest.approx(
+            (amd, 1 - amd), abs=0.01
+        )
 
 
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 4), (2, 4), (4, 1, 2)])
-def test_replicas_of_unlike_degrees_own_unlike_parts_piece_by_piece(degrees: tuple[int, ...]) -> None:
-    """The state map tells who steps what, and in how many pieces a rank's layer is summed. Equal parts in one piece were
-    priced, which over a bridge was up to a quarter of a step too short; then pieces that wait for each other, which their
-    groups do not: steps of small layers were up to half as long again."""
+def test_bytes_of_pieces_go_one_after_the_other_and_latencies_beside_each_other(degrees: tuple[int, ...]) -> None:
+    """Their groups do not wait for each other: steps of small layers were up to half as long again."""
     ends = list(accumulate(degrees, initial=0))
     on = cluster(("MI250X-GCD", 1, ends[1]), ("A100-SXM4-80GB", 1, ends[-1] - ends[1]))
     layout = one_stage(on, *(list(range(*own)) for own in pairwise(ends)), model=LLAMA_8B.replace(layers=8), zero=2)
     network = Network(on)
     costs = StateCosts(layout, HETHUB, network, lambda stage, portion: (1.0, 2.0))
-    buckets = [bucket for bucket in StateMap(layout).buckets if bucket.decays]
-    for position in range(max(degrees)):
-        ranks = [first + position * degree // max(degrees) for first, degree in zip(ends, degrees, strict=False)]
-        cuts = [p.cuts for bucket in buckets for p in bucket.pieces if p.group.contributors == tuple(ranks)]
-        stepped = [sum(cut.size for cut in own) for own in zip(*cuts, strict=True)]
-        amd = stepped[0] / sum(stepped)
-        owned = costs.rings.group(0, position).owned
-        assert owned is not None
-        assert owned.by_island == pytest.approx((amd, 1 - amd), rel=0.01)
-    met = max(sum(rank in piece.group.contributors for piece in buckets[0].pieces) for rank in range(on.size))
-    for num_bytes, times in ((1e-6, 1), (1e12, met)):  # bytes go one after the other, latencies side by side
+    (bucket, *_) = (bucket for bucket in StateMap(layout).buckets if bucket.decays)
+    met = max(sum(rank in piece.group.contributors for piece in bucket.pieces) for rank in range(on.size))
+    for num_bytes, times in ((1e-6, 1), (1e12, met)):
         longest = max(
-            network.reduce_scatter(group, part * num_bytes / met, sharing)
-            for group, sharing, part in costs.rings.unlike(0)
+            network.reduce_scatter(ring.group, ring.part * num_bytes, ring.sharing) for ring in costs.rings.unlike(0)
         )
         assert 0.999 * times * longest <= costs.rings.seconds(0, num_bytes) <= 1.25 * times * longest
 
@@ -300,10 +333,10 @@ def test_heads_that_ranks_share_are_summed_whole(degree: int, heads: int) -> Non
     network, layer = Network(on), Portion(1, False, False)
     costs = StateCosts(layout, HETHUB, network, lambda stage, portion: (1.0, 2.0))
     pieces = [piece for bucket in StateMap(layout).buckets if bucket.decays for piece in bucket.pieces]
-    for group, _, part in costs.rings.unlike(0):
-        if group.size > 2:
+    for ring in costs.rings.unlike(0):
+        if (group := ring.group).size > 2:
             summed = sum(piece.numel for piece in pieces if network.group(piece.group.contributors) == group)
-            assert part * costs.most_parameters(0, layer) == pytest.approx(summed, rel=1e-3)
+            assert ring.part * costs.most_parameters(0, layer) == pytest.approx(summed, rel=1e-3)
             wire = 4 * summed * (group.size - 1) / group.size / network.rate(Resource("cards", 0))
             assert costs.rings.seconds(0, 4 * costs.most_parameters(0, layer)) >= wire
 

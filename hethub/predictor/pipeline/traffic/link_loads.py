@@ -105,10 +105,9 @@ _NOTHING = RankWidths(0, 0, 0, 0)  # a rank that holds norms alone
 
 
 class Summed(NamedTuple):
-    """The parts into which the widest of a stage's replicas cuts its matrices; bytes of these that a step's collectives move, by
-    what they do, and of norms, which go with the first part."""
+    """Bytes of a stage's matrices that a step's collectives move, by what they do, and of norms, which go with the first
+    piece."""
 
-    parts: list[float]
     moved: dict[Operation, float]
     norms: dict[Operation, float]
 
@@ -126,10 +125,10 @@ class StateTraffic:
             if len(spec.replicas) == 1:
                 continue
             own = self._summed[stage]
-            for position, part in enumerate(own.parts):
-                group = self.state.rings.group(stage, position)
+            for piece, part in enumerate(self._parts(stage)):
+                group = self.state.rings.group(stage, piece)
                 for operation, moved in own.moved.items():
-                    num_bytes = part * moved + own.norms[operation] * (position == 0)
+                    num_bytes = part * moved + own.norms[operation] * (piece == 0)
                     for resource, carried in self.state.network.ring_bytes(group, num_bytes, operation).items():
                         found[resource] += carried
         return found
@@ -140,16 +139,17 @@ class StateTraffic:
         if len(spec.replicas) == 1:
             return 0.0
         leader = spec.replicas[replica]
-        parts = summed.parts[: -(-len(summed.parts) // leader.tp)]
+        first = state.rings.rank_fractions(leader)[0]
+        parts = self._parts(stage)[: sum(piece.start < first - 1e-6 for piece in state.rings.pieces(stage))]
         widths, (alone,) = replica_widths(state.model, leader, state.software)[0], rank_widths(state.model, 1)
         held, whole = (self._matrices(stage, each) for each in (widths, alone))
-        more = held / whole / sum(parts)  # than these parts: uneven shares hold others
+        more = held / whole / sum(parts)  # than these parts: heads and columns are cut whole, and some held twice
         return sum(
             state.network.rank_bytes(
-                state.rings.group(stage, position), leader.ranks[0], own,
-                more * part * moved + summed.norms[operation] * (position == 0), operation,
+                state.rings.group(stage, piece), leader.ranks[0], own,
+                more * part * moved + summed.norms[operation] * (piece == 0), operation,
             )
-            for position, part in enumerate(parts)
+            for piece, part in enumerate(parts)
             for operation, moved in summed.moved.items()
         )  # fmt: skip
 
@@ -158,18 +158,20 @@ class StateTraffic:
         """By stage, what its replicas sum and gather."""
         (alone,), found = rank_widths(self.state.model, 1), []
         for stage, spec in enumerate(self.state.layout.stages):
-            widest = max(spec.replicas, key=lambda replica: replica.tp)
             repeated = self._repeated(stage) / max(1, len(spec.replicas) - 1)
-            each_rank = replica_widths(self.state.model, widest, self.state.software)
-            held = [self._matrices(stage, widths) for widths in each_rank] * self.state.software.context_parallel
             matrices = self._matrices(stage, alone) + repeated
             moved = {name: matrices * each for name, each in self._bytes_a_step(stage).items()}
             if "all_gather" in moved:
                 moved["all_gather"] -= self.state.width * self._not_gathered_again(stage, alone)
             norms = self._held(stage, _NOTHING)
             once = {name: norms * each for name, each in self._bytes_a_step(stage, once=True).items()}
-            found.append(Summed([each / sum(held) for each in held], moved, once))
+            found.append(Summed(moved, once))
         return found
+
+    def _parts(self, stage: int) -> list[float]:
+        """What part of the stage's matrices each of its pieces is."""
+        pieces = self.state.rings.pieces(stage)
+        return [piece.part / pieces[-1].stop for piece in pieces]
 
     def _held(self, stage: int, widths: RankWidths) -> float:
         """Parameters of the stage on a rank of these widths, but for a table that its other end has too."""
