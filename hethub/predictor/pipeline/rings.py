@@ -143,11 +143,10 @@ class Rings:
         if not is_cut:
             return max([of(ring, num_bytes) for ring in self.unlike(stage)])
         taken = {ring: of(ring, ring.part * num_bytes) for ring in self.unlike(stage)}
-        beside = {ring: min(taken[ring], of(ring, 1e-6)) for ring in taken}
         each = [*taken.values()]
         for meets in self._meets(stage):
-            latency = max(beside[ring] for ring in meets)
-            each.append(latency + sum(taken[ring] - beside[ring] for ring in meets))
+            latencies = [min(taken[ring], of(ring, 1e-6)) for ring in meets]
+            each.append(max(latencies) + sum(taken[ring] for ring in meets) - sum(latencies))
         return max(each)
 
     @memoized
@@ -172,9 +171,9 @@ class Rings:
             sizes = [(piece.ranks, round(RESOLUTION * piece.part)) for piece in pieces]
             total = sum(size for _, size in sizes)
             return [{r: float(part) for r, part in own.items()} for own in owner_fractions(stage, sizes, total, {})]
-        held = {
-            r: part for own_r in own.replicas for r, part in zip(own_r.ranks, self.rank_fractions(own_r), strict=True)
-        }
+        held = dict(
+            each for replica in own.replicas for each in zip(replica.ranks, self.rank_fractions(replica), strict=True)
+        )
         return [{rank: own.every_state_share[rank] / held[rank] for rank in piece.ranks} for piece in pieces]
 
     def _unevenness(self, stage: int, piece: int) -> float:
