@@ -133,16 +133,23 @@ class StateCosts:
         other copy, and to send new weights back (ZeRO-1 and 2). In rounds all but the last layer's sum belongs to the
         microbatches."""
         found, ends = self._over_replicas(stage, portion), portion or self.whole[stage]
-        is_end = ends.first or ends.last
-        tied = self.tied_seconds if is_end else 0.0
-        spread = found.gather_seconds
-        if self.tied_group and is_end:
-            spread += tied * self.width / self.gradient_wire_bytes
+        if ends.first or ends.last:
+            sent = (self.gradient_wire_bytes, self.gradient_wire_bytes, self.width if self.tied_group else 0)
+            found = Reduction(*[self._beside_tied(stage, portion, *each) for each in zip(found, sent, strict=True)])
         own = self.layout.stages[stage]
         if "parameters" in own.offload and len(own.replicas) > 1 and self.level(stage) in (1, 2):
             # New weights pass the accelerator to the others' hosts. At level 0 every rank has stepped all that it holds.
-            spread += self._copied(stage, portion, 2 * self.width)
-        return Reduction(found.seconds + tied, found.tail_seconds + tied, spread)
+            copied = self._copied(stage, portion, 2 * self.width)
+            found = found._replace(gather_seconds=found.gather_seconds + copied)
+        return found
+
+    def _beside_tied(self, stage: int, portion: Portion | None, seconds: float, width: float) -> float:
+        """Seconds of a stage's collectives with those of a tied head, of so many bytes a parameter: its group is its own, and
+        waits for the bytes of the others, and they for its, but not for latencies."""
+        num_bytes = self.most_parameters(stage, portion) * width
+        passing = self.rings.seconds(stage, num_bytes) - self.rings.seconds(stage, 1e-6) if num_bytes else 0.0
+        tied = width / self.gradient_wire_bytes * (self.tied_seconds - self._tied_latency)
+        return max(seconds + tied, (width > 0) * self._tied_latency + tied + min(seconds, passing))
 
     @cached_property
     def tied_seconds(self) -> float:
@@ -154,10 +161,7 @@ class StateCosts:
         if self.tied_group:
             most = max(self._table(replica) for replica in (*first, *last))
             num_bytes = most * self.gradient_wire_bytes
-            times = 1.0 if both_ends_step(layout) else UNEVEN
-            return times * self.network.reduce_scatter(
-                self.tied_group, num_bytes, self.network.sharing(self.tied_group)
-            )
+            return self._over_both_ends(self.tied_group, num_bytes)
         places = layout.cluster.places
         machines = [places[rank].machine for replica in first for rank in replica.ranks]
         width = self.width if self.software.gradient_wire_bytes else gradient_bytes(self.width)
@@ -169,6 +173,15 @@ class StateCosts:
                 group = self.network.group([a.ranks[0], b.ranks[0]])
                 slowest[ends] = self.network.all_reduce(group, num_bytes, machines.count(ends[0]))
         return max(slowest.values())
+
+    @cached_property
+    def _tied_latency(self) -> float:
+        """Of these seconds those that no bytes take; of sums in pairs, as of other frameworks, none is told apart."""
+        return min(self.tied_seconds, self._over_both_ends(self.tied_group, 1e-6)) if self.tied_group else 0.0
+
+    def _over_both_ends(self, group: Group, num_bytes: float) -> float:
+        times = 1.0 if both_ends_step(self.layout) else UNEVEN
+        return times * self.network.reduce_scatter(group, num_bytes, self.network.sharing(group))
 
     def _table(self, replica: ReplicaSpec) -> int:
         """Parameters of the embedding, or of a head tied to it, on the replica's fullest rank."""

@@ -71,6 +71,19 @@ def test_both_ends_of_a_tied_head_send_its_new_weights() -> None:
         assert found.gather_seconds == pytest.approx(network.reduce_scatter(network.group([0, 1]), 2 * table), rel=0.01)
 
 
+@pytest.mark.parametrize(("hidden", "layers", "waits"), [(64, 2, False), (8192, 32, True)])
+def test_the_sum_of_a_tied_head_waits_for_the_bytes_of_others_alone(hidden: int, layers: int, waits: bool) -> None:
+    """Its group has both ends' ranks, those of a stage its own: they wait for what takes the same links. Both were added up,
+    latencies and all: steps of small layers were up to 19 % shorter in rehearsals."""
+    on = cluster(("A100-SXM4-80GB", 4, 1))
+    model = LLAMA_8B.replace(tied_head=True, hidden=hidden, ffn=2 * hidden, vocab=hidden, layers=layers)
+    layout = uniform(model, on, tp=1, pp=2, micro_batch=1, batch=4, seq=1024, zero=1)
+    costs = StateCosts(layout, HETHUB, Network(on), lambda stage, portion: (1.0, 2.0))
+    alone, tied = costs._over_replicas(1, None).tail_seconds, costs.tied_seconds
+    expected = alone + tied if waits else max(alone, tied)
+    assert costs.reduction(1).tail_seconds == pytest.approx(expected, rel=0.03)
+
+
 def test_a_tied_head_is_summed_where_the_first_stages_shares_say() -> None:
     """One rank of four owns all of it, and all that the other island has goes over its staging, in a collective of uneven
     parts. Pairs with equal parts were priced: a step of 11.1 ms took 19.1 in a rehearsal."""
