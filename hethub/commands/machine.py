@@ -184,9 +184,7 @@ def _check_files(job: "Job") -> "Finding":
     from hethub.runtime.doctor.machine import Finding
 
     _check_trainable(job, job.cluster, None, None)
-    check_files(job.spec.data, job.base)
-    if job.spec.eval is not None:
-        check_files(job.spec.eval.data, job.base)
+    check_files(job)
     return Finding(what="job", state="ok", found=f"{job.path}, and the files that it names")
 
 

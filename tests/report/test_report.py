@@ -87,6 +87,17 @@ def test_the_page_stands_alone_and_shows_both_sides(tmp_path: Path) -> None:
     assert {title.rsplit("(")[-1] for title in forward} == {"predicted)", "measured)"}
 
 
+def test_a_page_has_the_measured_rates_beside_the_predicted_ones(tmp_path: Path) -> None:
+    """MFU had an empty cell, though metrics.jsonl has it."""
+    predicted = predict(LAYOUT)
+    steps = [{"step": 1, "loss": 2.0, "step_seconds": 4 * predicted.step_seconds}]
+    write_page(LAYOUT, Measured(steps=steps, spans=[]), tmp_path / "page.html", "run")
+    page = (tmp_path / "page.html").read_text()
+    assert f"<td>MFU</td><td>{predicted.mfu:.1f} %</td><td>{predicted.mfu / 4:.1f} %</td>" in page
+    ceiling = predicted.percent_of_ceiling
+    assert f"<td>of the ceiling</td><td>{ceiling:.1f} %</td><td>{ceiling / 4:.1f} %</td>" in page
+
+
 def test_the_held_out_loss_is_drawn_beside_the_loss(tmp_path: Path) -> None:
     steps: list[dict[str, Any]] = [{"step": step, "loss": 4.0 - step, "step_seconds": 0.5} for step in (1, 2, 3, 4)]
     steps[1]["eval_loss"], steps[3]["eval_loss"] = 3.5, 2.5
