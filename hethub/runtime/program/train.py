@@ -223,7 +223,8 @@ def _plan(
         folder, goes_on, resumes, behind, notes = claim()
         reserve = opened.job.spec.constraints.reserve
         made_for = ProgramFor(cluster=cluster, reserve=reserve, items=opened.subject.items)
-        may_change = accept_changes or not resumes  # one that begins again has trained nothing
+        # One that begins again has trained nothing; a described model stands in the checkpoint, which refuses another.
+        may_change = accept_changes or not resumes or opened.job.described is not None
         plan = _chosen(opened, cluster, plan_path, folder, goes_on=goes_on, may_change=may_change)
         plan = plan.replace(cluster=cluster.name, job=made_for)
         return {

@@ -87,13 +87,17 @@ def test_memory_that_the_reserve_leaves_too_small_is_told_so(
     assert "Or lower constraints.reserve (now 0.99999999), which keeps that part of it free." in said
 
 
-def test_a_run_whose_code_has_changed_goes_on_where_that_is_accepted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("was", "now"), [("nn.GELU()", "nn.Tanh()"), ("SyncBatchNorm(24)", "SyncBatchNorm(24, eps=0.5)")]
+)
+def test_a_run_whose_code_has_changed_goes_on_where_that_is_accepted(was: str, now: str, tmp_path: Path) -> None:
+    """Another number in its code was taken without a word."""
     job = write_program_job(tmp_path / "job", "make", size=2)
     train(2, job, "--run-dir", tmp_path / "run", cwd=tmp_path)
     whole = losses(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
     (code,) = job.parent.glob("own_*/net.py")
-    code.write_text(code.read_text().replace("nn.GELU()", "nn.Tanh()"))
+    code.write_text(code.read_text().replace(was, now))
     given = ("train", job, "--resume", tmp_path / "run")
     check_refused(ranks(2, *given, cwd=tmp_path), "its code has changed", "--accept-changes")
     train(2, *given[1:], "--accept-changes", cwd=tmp_path)
