@@ -10,7 +10,7 @@ import pytest
 from hethub.cli import run
 from hethub.planner import plan
 from hethub.runtime.launch.preflight import Facts
-from hethub.runtime.loop.plan import _left_at_defaults
+from hethub.runtime.loop.plan import left_at_defaults
 from hethub.spec.job import load_job
 from tests.support.job_files import write_job
 
@@ -46,10 +46,10 @@ def test_a_laptops_defaults_on_devices_are_warned_of(tmp_path: Path) -> None:
     bare = job.spec.replace(train=type(job.spec.train)(), checkpoint=type(job.spec.checkpoint)())
     left = load_job(job.path)
     object.__setattr__(left, "spec", bare)
-    told = _left_at_defaults(left, [gpu, cpu])
+    told = left_at_defaults(left, [gpu, cpu])
     assert [text.split()[1] for text in told] == ["train.precision", "train.steps", "checkpoint.every_steps"]
-    assert _left_at_defaults(left, [cpu, cpu]) == []
-    assert _left_at_defaults(job, [gpu, gpu]) == []  # whose own these are
+    assert left_at_defaults(left, [cpu, cpu]) == []
+    assert left_at_defaults(job, [gpu, gpu]) == []  # whose own these are
 
 
 def test_tracebacks_that_launch_is_asked_for_are_its_ranks_too(
