@@ -1,6 +1,7 @@
 """What several commands share: their parsers' form, and the checks that come before any work."""
 
 import argparse
+import errno
 import gc
 import importlib
 import importlib.util
@@ -178,6 +179,7 @@ def check_writable(*files: Path | None, folder: Path | None = None, reads: Path 
     """Raises BadInput where a file or folder to write has no folder to lie in or may not be written, a file is a folder or
     a folder a file, or a file is the one that the command `reads`: before the work, not after it."""
     for path in (*files, folder):
+        check_link(path)
         if path is not None and not path.parent.is_dir():
             raise BadInput(f"{path}: there is no folder {path.parent} to write to; create it or name another file.")
         if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK, effective_ids=True):
@@ -187,6 +189,16 @@ def check_writable(*files: Path | None, folder: Path | None = None, reads: Path 
             raise BadInput(f"{path}: this is a folder, and a file is to be written; name a file in it.")
         refuse_overwriting(path, reads)
     check_folder(folder)
+
+
+def check_link(path: Path | None) -> None:
+    """Raises BadInput where a file or folder to write is a link that leads to itself."""
+    try:
+        if path is not None:
+            path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise BadInput(f"{path}: this link leads in a circle; remove it or name another.") from None
 
 
 def refuse_overwriting(file: Path | None, *reads: Path | None) -> None:

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from hethub.planner import plan
 from hethub.planner.explain.homogeneous_sum import homogeneous_parts
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
+from hethub.planner.result import RunnerUp
 from hethub.predictor import predict
 from hethub.predictor.pipeline.timeline import Span
 from hethub.report.drawing import losses
-from hethub.report.explanation import print_alone
+from hethub.report.explanation import print_alone, print_explanation
 from hethub.report.html import Measured, last_step, report_run, spans_of, write_page
 from hethub.report.tables import TOO_LITTLE, whether_it_fits
 from hethub.report.trace import chrome_trace
@@ -150,6 +152,20 @@ def test_only_steps_of_the_plan_that_is_drawn_are_held_against_its_prediction(tm
     page = (tmp_path / "page.html").read_text()
     assert "median of 3 steps, without the first 2 and the 7 before them under another plan" in page
     assert "<td>0.5 s</td>" in page
+
+
+def test_a_shorter_step_that_is_shown_alike_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan` named "the shortest step as predicted" with the figure of the plan that it chose."""
+    job = load_job(write_job(tmp_path))
+    assert job.cluster is not None
+    found = plan(job.model, job.cluster, job.spec.train.batch, job.spec.constraints, with_bounds=False)
+    for factor, is_named in ((1 - 1e-9, False), (0.9, True)):
+        seconds = factor * found.prediction.step_seconds
+        other = RunnerUp(
+            step_seconds=seconds, objective_seconds=None, slower_percent=0.0, within_interval=True, plan=found.plan
+        )
+        print_explanation(replace(found, best_on_point=other), make_console())
+        assert ("the shortest step as predicted" in capsys.readouterr().out) == is_named
 
 
 def test_a_page_and_predict_agree_on_what_fits(tmp_path: Path) -> None:
