@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, asked_by
 
 if TYPE_CHECKING:
     from hethub.predictor.cost.profile import ProfileSpec
@@ -107,8 +107,11 @@ def measured_for(options: argparse.Namespace, job: "Job") -> "ProfileSpec | None
     from hethub.predictor.cost.software import hethub_software
 
     train = job.spec.train
-    asked = (job.model, known_cluster(job), train.batch, hethub_software(train.compile))
-    return Calibration(options.calibrate).profile(*asked)
+    calibration, cluster = Calibration(options.calibrate), known_cluster(job)
+    if calibration.run is not None:
+        with asked_by(options.calibrate):
+            calibration.run.check_compiled(cluster, train.precision, train.compile)
+    return calibration.profile(job.model, cluster, train.batch, hethub_software(train.compile))
 
 
 def measured_beside(
@@ -128,7 +131,7 @@ def profile_beside(path: Path | None, made_for: "PlannedFor", precision: "Precis
     """The profile given beside a plan file, if any. Raises BadInput where it is not for the plan."""
     from hethub.predictor.cost.profile import profile_of
 
-    return None if path is None else profile_of(path, made_for.model, made_for.cluster, precision)
+    return None if path is None else profile_of(path, made_for.model, made_for.cluster, precision, made_for.compile)
 
 
 def refuse_profile_beside_calibrate(profile: Path | None, job: "Job") -> None:
