@@ -1,6 +1,7 @@
 """What several commands share: their parsers' form, and the checks that come before any work."""
 
 import argparse
+import errno
 import gc
 import importlib
 import importlib.util
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, asked_by
 
 if TYPE_CHECKING:
     from hethub.predictor.cost.profile import ProfileSpec
@@ -106,8 +107,11 @@ def measured_for(options: argparse.Namespace, job: "Job") -> "ProfileSpec | None
     from hethub.predictor.cost.software import hethub_software
 
     train = job.spec.train
-    asked = (job.model, known_cluster(job), train.batch, hethub_software(train.compile))
-    return Calibration(options.calibrate).profile(*asked)
+    calibration, cluster = Calibration(options.calibrate), known_cluster(job)
+    if calibration.run is not None:
+        with asked_by(options.calibrate):
+            calibration.run.check_compiled(cluster, train.precision, train.compile)
+    return calibration.profile(job.model, cluster, train.batch, hethub_software(train.compile))
 
 
 def measured_beside(
@@ -127,7 +131,7 @@ def profile_beside(path: Path | None, made_for: "PlannedFor", precision: "Precis
     """The profile given beside a plan file, if any. Raises BadInput where it is not for the plan."""
     from hethub.predictor.cost.profile import profile_of
 
-    return None if path is None else profile_of(path, made_for.model, made_for.cluster, precision)
+    return None if path is None else profile_of(path, made_for.model, made_for.cluster, precision, made_for.compile)
 
 
 def refuse_profile_beside_calibrate(profile: Path | None, job: "Job") -> None:
@@ -178,6 +182,7 @@ def check_writable(*files: Path | None, folder: Path | None = None, reads: Path 
     """Raises BadInput where a file or folder to write has no folder to lie in or may not be written, a file is a folder or
     a folder a file, or a file is the one that the command `reads`: before the work, not after it."""
     for path in (*files, folder):
+        check_link(path)
         if path is not None and not path.parent.is_dir():
             raise BadInput(f"{path}: there is no folder {path.parent} to write to; create it or name another file.")
         if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK, effective_ids=True):
@@ -187,6 +192,16 @@ def check_writable(*files: Path | None, folder: Path | None = None, reads: Path 
             raise BadInput(f"{path}: this is a folder, and a file is to be written; name a file in it.")
         refuse_overwriting(path, reads)
     check_folder(folder)
+
+
+def check_link(path: Path | None) -> None:
+    """Raises BadInput where a file or folder to write is a link that leads to itself."""
+    try:
+        if path is not None:
+            path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise BadInput(f"{path}: this link leads in a circle; remove it or name another.") from None
 
 
 def refuse_overwriting(file: Path | None, *reads: Path | None) -> None:

@@ -104,17 +104,18 @@ def _check_named(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec"
 
 
 def _check_trainable(job: "Job", cluster: "ClusterSpec | None", given: Path | None, profile: Path | None) -> None:
-    """Raises BadInput where hethub does not train the job's model, or plan or profile, given or the job's, are not there or
-    are for another job."""
+    """Raises BadInput where hethub does not train the job's model, or not as the job asks, or plan or profile, given or the
+    job's, are not there or are for another job."""
     from hethub.predictor.cost.profile import profile_for
     from hethub.spec.job import load_plan_of
     from hethub.spec.layout.bind import bind_file
-    from hethub.spec.program import load_program_plan
+    from hethub.spec.program import check_plannable, load_program_plan
 
     file, is_program = given or job.plan_path, is_program_job(job, given)
     if job.described is not None:
         job.described.check_trained(job.source, in_program=is_program)
     if is_program:
+        check_plannable(job)
         if file is not None:
             load_program_plan(file)
         return
@@ -184,9 +185,7 @@ def _check_files(job: "Job") -> "Finding":
     from hethub.runtime.doctor.machine import Finding
 
     _check_trainable(job, job.cluster, None, None)
-    check_files(job.spec.data, job.base)
-    if job.spec.eval is not None:
-        check_files(job.spec.eval.data, job.base)
+    check_files(job)
     return Finding(what="job", state="ok", found=f"{job.path}, and the files that it names")
 
 

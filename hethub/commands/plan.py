@@ -68,7 +68,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--out", type=path, metavar="PLAN.yaml", help="write the plan here")
     add_profile(parser)
     add_calibrate(parser)
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="how many runners-up to show (default 5)")
+    parser.add_argument("--top", type=int, metavar="N", help="how many runners-up to show (default 5)")
     parser.add_argument("--explain", action="store_true", help="what every system would have chosen, and what binds")
     parser.add_argument(
         "--robust",
@@ -98,7 +98,7 @@ def plan(options: argparse.Namespace) -> None:
     check_writable(options.out, reads=options.job)  # a folder, `.` say, has no suffix to take another for
     folder = options.alone or (options.out and options.out.with_suffix(".alone"))
     check_writable(folder=folder)
-    if options.top < 0:
+    if options.top is not None and options.top < 0:
         raise BadInput(f"--top {options.top}: give the number of runners-up to show, 0 or more.")
     if options.robust:
         print("--robust: every plan is chosen so now; the option can be left out.", file=sys.stderr)
@@ -112,7 +112,7 @@ def plan(options: argparse.Namespace) -> None:
     with asked_by(job.path, job.source.place):
         result = make_plan(
             job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy,
-            top=options.top, explain=options.explain, profile=profile, software=software,
+            top=5 if options.top is None else options.top, explain=options.explain, profile=profile, software=software,
             processes=processors(),
         )  # fmt: skip
     layout = bind(result.plan, job.model, cluster)

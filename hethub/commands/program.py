@@ -45,7 +45,7 @@ def plan_program_job(options: argparse.Namespace, job: "Job") -> None:
     """`hethub plan` of a program; nothing is run, so no device is needed."""
     from hethub.spec.program import save_program_plan
 
-    refuse_with_programs(options, "robust", "alone", "profile", "calibrate")
+    refuse_with_programs(options, "robust", "alone", "top", "profile", "calibrate")
     plan, found = _planned(job, explain=options.explain)
     written = []
     if options.out is not None:
@@ -81,7 +81,7 @@ _NOT_PREDICTED = ("trace", "bounds", "alone", "profile", "calibrate")
 
 def refuse_with_programs(options: argparse.Namespace, *names: str) -> None:
     """Raises BadInput where one of these options is given, which plans of layers alone have: a program holds its own times."""
-    if any(getattr(options, name) for name in names):
+    if any(getattr(options, name) is not None and getattr(options, name) is not False for name in names):
         *others, last = [f"--{name}" for name in names]
         raise BadInput(f"{', '.join(others)} and {last} are for plans of layers; leave them out with strategy hap.")
 
@@ -91,8 +91,9 @@ def _planned(job: "Job", *, explain: bool = False) -> "tuple[ProgramPlanSpec, di
     need_torch("plan --strategy hap")
     import time
 
-    from hethub.runtime.program.planned import check_plannable, plan_program, trace_job
+    from hethub.runtime.program.planned import plan_program, trace_job
     from hethub.runtime.program.subject import open_subject
+    from hethub.spec.program import check_plannable
 
     check_plannable(job)
     cluster = known_cluster(job)

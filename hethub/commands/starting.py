@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hethub.commands.common import add_json, check_folder, command, path, print_json
+from hethub.commands.common import add_json, check_folder, check_link, command, path, print_json
 from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -45,10 +45,20 @@ def init(options: argparse.Namespace) -> None:
         raise BadInput(
             f"{options.out / there[0]}: this file is there already, and nothing is overwritten; give another --out."
         )
+    check_link(options.out)
     check_folder(options.out)
-    options.out.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        write_text(text, options.out / name)
+    made = [folder for folder in (options.out, *options.out.parents) if not folder.exists()]
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            write_text(text, options.out / name)
+    except OSError:  # of a disk that is full: as it was
+        for name in files:
+            (options.out / name).unlink(missing_ok=True)
+        for folder in made:
+            if folder.exists():
+                folder.rmdir()
+        raise
     print(f"written: {', '.join(str(options.out / name) for name in files)}")
     job = shlex.quote(str(options.out / "job.yaml"))
     print(f"next: hethub plan {job}")

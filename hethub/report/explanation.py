@@ -33,7 +33,7 @@ def print_explanation(result: "PlanResult", console: Console) -> None:
         f"{outlook.p10_seconds:.4g} to {outlook.p90_seconds:.4g} s in eight of ten cases (errors that all plans share left out); "
         f"{outlook.links_at_60_percent_seconds:.4g} s where links give 60 % of their rate"
     )
-    if other is not None:
+    if other is not None and f"{other.step_seconds:.4g}" != f"{result.prediction.step_seconds:.4g}":
         mean = "" if other.objective_seconds is None else f", {other.objective_seconds:.4g} s in the mean"
         console.print(f"the shortest step as predicted: {other.step_seconds:.4g} s{mean}: {shape(other.plan)}")
     if result.runners_up:

@@ -136,11 +136,13 @@ def _summary(layout: Layout, prediction: Prediction, measured: Measured | None, 
     rows += [["of the ceiling", f"{prediction.percent_of_ceiling:.1f} %"], ["fits", "yes" if prediction.fits else "no"]]
     head = ["", "predicted"]
     if measured is not None:
-        tokens = plan.global_batch * plan.seq_len
+        faster = prediction.step_seconds / measured.step_seconds
         head.append(f"{times_are(layout.cluster)} ({_steps(measured)})")
         rows[0].append(f"{measured.step_seconds:.4g} s")
-        rows[1].append(f"{tokens / measured.step_seconds:,.0f}")
-        rows = [[*row, *[""] * (3 - len(row))] for row in rows]
+        rows[1].append(f"{prediction.tokens_per_second * faster:,.0f}")
+        rows[2].append(f"{prediction.mfu * faster:.1f} %")
+        rows[3].append(f"{prediction.percent_of_ceiling * faster:.1f} %")
+        rows[4].append("")
     what = (
         f"{model.name}, {parameter_count(model)} parameters, on {layout.cluster.name}, {layout.cluster.size} accelerators; "
         f"global batch {plan.global_batch} × {plan.seq_len} tokens, {plan.precision}, schedule {plan.schedule}."

@@ -288,7 +288,12 @@ def print_validation(result: Mapping[str, Any]) -> None:
     if memory := result.get("memory", {}).get("by"):
         means = ", ".join(f"{name} {group['mape']:.1f} % ({group['rows']})" for name, group in memory.items())
         console.print(f"peak memory, mean |error| (rows): {means}")
-    for sentence in (*_chosen(result["rows"]), *_inferred(result["rows"]), *_skipped(result["skipped"])):
+    for sentence in (
+        *result.get("notes", []),
+        *_chosen(result["rows"]),
+        *_inferred(result["rows"]),
+        *_skipped(result["skipped"]),
+    ):
         console.print(sentence)
     for names in result.get("contradictory", []):
         console.print(

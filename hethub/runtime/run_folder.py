@@ -256,11 +256,12 @@ class RunFolder:
             raise BadInput(f"{self.metrics}: near its end is what is no line of metrics: {line}. Take it out.")
         return [row for row in rows if row is not None]
 
-    def cut_metrics(self, last_step: int) -> list[str]:
-        """Drops the lines behind `last_step`, which a resumed run trains again, and one that was never finished.
+    def cut_behind(self, last_step: int) -> list[str]:
+        """Drops the lines of steps behind `last_step`, which a resumed run trains again, and one that was never finished.
 
-        What to say of lines that were lost: damaged ones are dropped too, and the file as it was is kept.
+        What to say of metrics that were lost: damaged lines are dropped too, and the file as it was is kept.
         """
+        self._cut_stragglers(last_step)
         lines = _lines(read_bytes(self.metrics, "metrics", _MOST_METRICS_BYTES)) if self.metrics.exists() else []
         rows = [_row(line) for line in lines]
         kept = {
@@ -281,6 +282,13 @@ class RunFolder:
             self._write(self.metrics.name, "".join(f"{kept[step].decode()}\n" for step in sorted(kept)))
         return said
 
+    def _cut_stragglers(self, last_step: int) -> None:
+        path = self.path / "drift.jsonl"
+        if path.exists():
+            rows = map(_of_step, _lines(read_bytes(path, "drift", _MOST_METRICS_BYTES)))
+            kept = [row for row in rows if row is not None and row["step"] <= last_step]
+            self._write(path.name, "".join(f"{json.dumps(row)}\n" for row in kept))
+
     def append(self, metrics: StepMetrics) -> None:
         self._append(self.metrics.name, json.dumps(metrics.to_dict(), allow_nan=False))
 
@@ -300,16 +308,20 @@ def _lines(content: bytes) -> list[bytes]:
     return content.split(b"\n")[:-1]
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    """A line of metrics, None where it is none."""
+def _of_step(line: bytes) -> dict[str, Any] | None:
+    """A line that tells of a step, None where it does not."""
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] >= 1 else None
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics, None where it is none."""
+    row = _of_step(line)
     is_row = (
-        isinstance(row, dict)
-        and isinstance(row.get("step"), int)
-        and row["step"] >= 1
+        row is not None
         and isinstance(row.get("step_seconds"), int | float)
         and isinstance(row.get("loss", ""), int | float | None)
     )

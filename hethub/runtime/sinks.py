@@ -25,12 +25,13 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Events in the run folder's `tensorboard/`; needs the package tensorboard."""
+    """Events in the run folder's `tensorboard/`; needs the package tensorboard. What an earlier start told of
+    `first_step` and later ones is no longer shown."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -59,14 +60,16 @@ class WeightsAndBiases:
 
 
 class Sinks:
-    """The sinks that a job asks for, on the rank that speaks; the others have none. A context manager that closes
-    them."""
+    """The sinks that a job asks for, on the rank that speaks; the others have none. A run that goes on tells them of
+    `first_step` and later ones anew. A context manager that closes them."""
 
-    def __init__(self, log: LogSpec, folder: Path, config: Mapping[str, Any], warn: Warn) -> None:
+    def __init__(
+        self, log: LogSpec, folder: Path, config: Mapping[str, Any], warn: Warn, *, first_step: int = 1
+    ) -> None:
         self._sinks: dict[str, Sink] = {}
         self._warn = warn
         if log.tensorboard:
-            self._try("tensorboard", lambda: self._add("tensorboard", TensorBoard(folder)))
+            self._try("tensorboard", lambda: self._add("tensorboard", TensorBoard(folder, first_step)))
         if log.wandb is not None:
             project = log.wandb
             self._try("wandb", lambda: self._add("wandb", WeightsAndBiases(folder, project, config)))

@@ -220,8 +220,13 @@ def replaced(value: Any, kind: type, with_what: Callable[[Any], Any]) -> Any:
 
 
 def fingerprint(graph: Graph) -> str:
-    """A text that differs where a program made for one graph would not fit another."""
-    told = [f"{o.name} {o.key} {o.inputs} {o.outputs} {graph.shapes_out(o)}" for o in graph.operators]
+    """A text that differs where a program made for one graph would not fit another, or would compute with other numbers.
+    It is the same on every device."""
+
+    def given(o: Operator) -> Any:
+        return replaced((o.args, dict(o.kwargs)), torch.device, lambda device: None)
+
+    told = [f"{o.name} {o.key} {given(o)} {o.inputs} {o.outputs} {graph.shapes_out(o)}" for o in graph.operators]
     names = [f"{name} {tensor}" for name, tensor in graph.parameters.items()]
     return hashlib.sha256("\n".join([*told, *names]).encode()).hexdigest()[:16]
 

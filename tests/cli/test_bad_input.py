@@ -48,6 +48,14 @@ CASES = {
     "missing cluster file": ({"cluster_name": "lab.yaml"}, ["lab.yaml", "no such cluster file"]),
     "missing plan file": ({"plan": "best.yaml"}, ["best.yaml", "no such plan file"]),
     "missing data": ({"data": {"source": "text", "path": "corpus"}}, ["corpus", "no such file or folder"]),
+    "missing data of an evaluation": (
+        {"eval": {"data": {"source": "tokens", "path": "held.bin"}}},
+        ["job.yaml, line", ": eval.data.path: ", "held.bin", "the token file cannot be read"],
+    ),
+    "missing data of a mixture": (
+        {"data": {"sources": [{"source": "python-stdlib"}, {"source": "jsonl", "path": "more"}]}},
+        ["job.yaml, line", ": data.sources[1].path: ", "more: there is no such file or folder"],
+    ),
     "missing token file": ({"data": {"source": "tokens", "path": "corpus.bin"}}, ["corpus.bin"]),
     "data without a path": ({"data": {"source": "jsonl"}}, ["job.yaml, line", "data.path"]),
     "unknown accelerator": (

@@ -1,7 +1,9 @@
 """The jobs in configs/jobs to start from: every one loads and has a plan that fits; a laptop's defaults on devices are
 warned of."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +12,8 @@ import pytest
 from hethub.cli import run
 from hethub.planner import plan
 from hethub.runtime.launch.preflight import Facts
-from hethub.runtime.loop.plan import _left_at_defaults
+from hethub.runtime.loop.plan import left_at_defaults
+from hethub.spec import documents
 from hethub.spec.job import load_job
 from tests.support.job_files import write_job
 
@@ -46,10 +49,10 @@ def test_a_laptops_defaults_on_devices_are_warned_of(tmp_path: Path) -> None:
     bare = job.spec.replace(train=type(job.spec.train)(), checkpoint=type(job.spec.checkpoint)())
     left = load_job(job.path)
     object.__setattr__(left, "spec", bare)
-    told = _left_at_defaults(left, [gpu, cpu])
+    told = left_at_defaults(left, [gpu, cpu])
     assert [text.split()[1] for text in told] == ["train.precision", "train.steps", "checkpoint.every_steps"]
-    assert _left_at_defaults(left, [cpu, cpu]) == []
-    assert _left_at_defaults(job, [gpu, gpu]) == []  # whose own these are
+    assert left_at_defaults(left, [cpu, cpu]) == []
+    assert left_at_defaults(job, [gpu, gpu]) == []  # whose own these are
 
 
 def test_tracebacks_that_launch_is_asked_for_are_its_ranks_too(
@@ -60,3 +63,37 @@ def test_tracebacks_that_launch_is_asked_for_are_its_ranks_too(
         assert run(["launch", str(write_job(tmp_path)), "--dry-run", *given]) == 0
         told = capsys.readouterr().out
         assert [word for word in ("--debug", "--accept-changes") if word in told] == given
+
+
+@pytest.mark.parametrize("command", [["plan", "job.yaml"], ["init", "laptop"], ["tokenise", "text.txt"]])
+def test_a_link_in_a_circle_is_refused_as_what_to_write(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended in a traceback."""
+    write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("out").symlink_to("out")
+    more = ["--tokenizer", "bytes"] if command[0] == "tokenise" else []
+    assert run([*command, *more, "--out", "out"]) == 2
+    assert "out: this link leads in a circle; remove it or name another." in capsys.readouterr().err
+    assert Path("out").is_symlink()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_start_that_the_disk_ends_leaves_nothing(
+    is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty folder was left, and such of its files as found room."""
+    out, write = tmp_path / "new" / "job", documents.write_text
+    if is_there:
+        out.mkdir(parents=True)
+
+    def full(text: str, path: Path) -> None:
+        if path.name == "cluster.yaml":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(text, path)
+
+    monkeypatch.setattr(documents, "write_text", full)
+    assert run(["init", "laptop", "--out", str(out)]) != 0
+    assert "cluster.yaml: No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.rglob("*")) == ([out.parent, out] if is_there else [])

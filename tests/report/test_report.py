@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from hethub.planner import plan
 from hethub.planner.explain.homogeneous_sum import homogeneous_parts
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
+from hethub.planner.result import RunnerUp
 from hethub.predictor import predict
 from hethub.predictor.pipeline.timeline import Span
 from hethub.report.drawing import losses
-from hethub.report.explanation import print_alone
+from hethub.report.explanation import print_alone, print_explanation
 from hethub.report.html import Measured, last_step, report_run, spans_of, write_page
 from hethub.report.tables import TOO_LITTLE, whether_it_fits
 from hethub.report.trace import chrome_trace
@@ -87,6 +89,17 @@ def test_the_page_stands_alone_and_shows_both_sides(tmp_path: Path) -> None:
     assert {title.rsplit("(")[-1] for title in forward} == {"predicted)", "measured)"}
 
 
+def test_a_page_has_the_measured_rates_beside_the_predicted_ones(tmp_path: Path) -> None:
+    """MFU had an empty cell, though metrics.jsonl has it."""
+    predicted = predict(LAYOUT)
+    steps = [{"step": 1, "loss": 2.0, "step_seconds": 4 * predicted.step_seconds}]
+    write_page(LAYOUT, Measured(steps=steps, spans=[]), tmp_path / "page.html", "run")
+    page = (tmp_path / "page.html").read_text()
+    assert f"<td>MFU</td><td>{predicted.mfu:.1f} %</td><td>{predicted.mfu / 4:.1f} %</td>" in page
+    ceiling = predicted.percent_of_ceiling
+    assert f"<td>of the ceiling</td><td>{ceiling:.1f} %</td><td>{ceiling / 4:.1f} %</td>" in page
+
+
 def test_the_held_out_loss_is_drawn_beside_the_loss(tmp_path: Path) -> None:
     steps: list[dict[str, Any]] = [{"step": step, "loss": 4.0 - step, "step_seconds": 0.5} for step in (1, 2, 3, 4)]
     steps[1]["eval_loss"], steps[3]["eval_loss"] = 3.5, 2.5
@@ -139,6 +152,20 @@ def test_only_steps_of_the_plan_that_is_drawn_are_held_against_its_prediction(tm
     page = (tmp_path / "page.html").read_text()
     assert "median of 3 steps, without the first 2 and the 7 before them under another plan" in page
     assert "<td>0.5 s</td>" in page
+
+
+def test_a_shorter_step_that_is_shown_alike_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan` named "the shortest step as predicted" with the figure of the plan that it chose."""
+    job = load_job(write_job(tmp_path))
+    assert job.cluster is not None
+    found = plan(job.model, job.cluster, job.spec.train.batch, job.spec.constraints, with_bounds=False)
+    for factor, is_named in ((1 - 1e-9, False), (0.9, True)):
+        seconds = factor * found.prediction.step_seconds
+        other = RunnerUp(
+            step_seconds=seconds, objective_seconds=None, slower_percent=0.0, within_interval=True, plan=found.plan
+        )
+        print_explanation(replace(found, best_on_point=other), make_console())
+        assert ("the shortest step as predicted" in capsys.readouterr().out) == is_named
 
 
 def test_a_page_and_predict_agree_on_what_fits(tmp_path: Path) -> None:

@@ -111,6 +111,18 @@ def test_tensorboard_has_every_figure(tmp_path: Path) -> None:
     assert (loss.step, loss.value) == (3, 2.5)
 
 
+def test_tensorboard_shows_nothing_of_steps_that_a_resumed_run_trains_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    writer = SimpleNamespace(close=lambda: None)
+    module = SimpleNamespace(SummaryWriter=lambda folder, **more: made.append(more) or writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    with Sinks(LogSpec(tensorboard=True), tmp_path, {}, pytest.fail, first_step=4):
+        pass
+    assert made == [{"purge_step": 4}]
+
+
 WITH_WANDB = """
 import json, pathlib, sys
 from hethub.runtime.sinks import Sinks

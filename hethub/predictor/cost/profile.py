@@ -18,7 +18,7 @@ from pydantic import Field
 import hethub
 from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Spec, build, describe
-from hethub.spec.cluster import ClusterSpec, NonNegative
+from hethub.spec.cluster import ClusterSpec, NodeSpec, NonNegative
 from hethub.spec.documents import Source, read_json, write_text
 from hethub.spec.errors import BadInput
 from hethub.spec.model import Count, ModelSpec
@@ -76,6 +76,7 @@ class DeviceProfile(Spec):
     optimizer_seconds_per_parameter: Positive | None = None
     optimizer_factor: Positive = 1.0  # of that, or of the estimate, as a run has shown
     largest_micro_batch: Count | None = None  # of samples, all layers of the model on one rank; None: not looked for
+    compiled: bool | None = None  # small operations, as the job's train.compile had it; None: an earlier hethub's
     half_width: Positive | None = None  # of 80 % intervals, in logarithms; None: as where layers were profiled
 
     def width(self, table: dict[str, float]) -> float:
@@ -136,6 +137,22 @@ class ProfileSpec(Spec):
                 "run `hethub profile` on these accelerators, or leave the profile out."
             )
 
+    def check_compiled(self, cluster: ClusterSpec, precision: Precision, compiles: bool | None) -> None:
+        """Raises BadInput where an accelerator was measured under another `train.compile` than `compiles`."""
+        for node in cluster.nodes:
+            own, wanted = self.device(node.device.name, precision), compiles_on_node(node, compiles)
+            if own is not None and own.compiled not in (None, wanted):
+                was, now = ("compiled" if each else "not compiled" for each in (own.compiled, wanted))
+                raise BadInput(
+                    f"the profile measured {own.accelerator} with small operations {was}, and under this train.compile they are {now}; "
+                    f"measure again, or set train.compile: {describe(own.compiled)}."
+                )
+
+    def as_compiled(self, cluster: ClusterSpec, compiles: bool | None) -> "ProfileSpec":
+        """The same, as measured under this `train.compile`."""
+        known = {node.device.name: compiles_on_node(node, compiles) for node in cluster.nodes}
+        return self.replace(devices=tuple(own.replace(compiled=known.get(own.accelerator)) for own in self.devices))
+
     def device(self, accelerator: str, precision: Precision) -> DeviceProfile | None:
         """The measurements of an accelerator in a precision, or None."""
         return next((d for d in self.devices if (d.accelerator, d.precision) == (accelerator, precision)), None)
@@ -144,6 +161,11 @@ class ProfileSpec(Spec):
         """The slowest measured way of a level, or None: a collective is as fast as its slowest link."""
         found = [link for link in self.links if (link.level, link.operation) == (level, operation)]
         return min(found, key=lambda link: link.gbytes_per_second, default=None)
+
+
+def compiles_on_node(node: NodeSpec, compiles: bool | None) -> bool:
+    """Whether small operations are compiled there under a `train.compile`."""
+    return node.unnamed_device.vendor != "cpu" if compiles is None else compiles
 
 
 def load_profile(path: str | Path) -> ProfileSpec:
@@ -157,16 +179,20 @@ def profile_for(job: "Job", path: Path | None) -> ProfileSpec | None:
     if path is None and job.spec.profile is None:
         return None
     file = path or job.base / str(job.spec.profile)
-    return profile_of(file, job.described, job.cluster, job.spec.train.precision)
+    train = job.spec.train
+    return profile_of(file, job.described, job.cluster, train.precision, train.compile)
 
 
-def profile_of(file: Path, model: ModelSpec | None, cluster: ClusterSpec | None, precision: Precision) -> ProfileSpec:
-    """The profile in a file. Raises BadInput, which names it, where it is not of model and cluster, as far as these are
-    known."""
+def profile_of(
+    file: Path, model: ModelSpec | None, cluster: ClusterSpec | None, precision: Precision, compiles: bool | None
+) -> ProfileSpec:
+    """The profile in a file. Raises BadInput, which names it, where it is not of model, cluster and `train.compile`, as far
+    as these are known."""
     profile = load_profile(file)
     try:
         if cluster is not None:
             profile.check_devices(cluster, precision)
+            profile.check_compiled(cluster, precision, compiles)
         if model is not None:
             profile.check_model(model)
     except BadInput as error:

@@ -182,8 +182,10 @@ def _marks(folder: Path) -> dict[str, FileMark]:
     marker.open("rb").close()  # an OSError here says nothing of damage; `read_json` would make a BadInput of it
     try:
         return build(Marker, read_json(marker, "marker"), Source(str(marker)), "marker").files
-    except BadInput as error:
-        raise DamagedCheckpoint(f"its {MARKER} marker cannot be read ({error})") from None
+    except BadInput:  # what it breaks is said for whoever writes such files; nobody mends a marker
+        raise DamagedCheckpoint(
+            f"its {MARKER} marker cannot be read, so nobody knows whether the rest is whole"
+        ) from None
 
 
 def refusal(folder: Path, error: OSError | BadInput) -> RunFailed | BadInput:

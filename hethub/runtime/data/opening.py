@@ -26,9 +26,9 @@ from hethub.runtime.data.tokenizer import (
     encode_stream,
     load_tokenizer,
 )
-from hethub.spec.documents import check_regular, unfinished_files
+from hethub.spec.documents import KeyPath, unfinished_files
 from hethub.spec.errors import BadInput, RunFailed
-from hethub.spec.job import TOKENIZER, DataSpec, SourceSpec
+from hethub.spec.job import TOKENIZER, DataSpec, Job, SourceSpec
 
 
 class _Tokens(NamedTuple):
@@ -147,12 +147,33 @@ def open_dataset(
     return Dataset(streams, [each.weight for each in spec.weighted])
 
 
-def check_files(spec: DataSpec, base: Path) -> None:
-    """Raises BadInput where a file or folder of the data, or its tokenizer, is not there. No text is read."""
-    text_sources(spec, base)
-    for each in spec.weighted:
-        if each.source == "tokens":
-            _from_token_file(base / str(each.path), spec, base)
+def data_sections(job: Job) -> dict[KeyPath, DataSpec]:
+    """The job's data and, where it evaluates, what on, by their keys."""
+    evaluation = job.spec.eval
+    return {("data",): job.spec.data} | ({} if evaluation is None else {("eval", "data"): evaluation.data})
+
+
+def check_sources(job: Job) -> None:
+    """Raises BadInput where a source cannot be opened, with its place in the job. No text is read."""
+    for section, spec in data_sections(job).items():
+        for number, each in enumerate(spec.weighted):
+            entry = () if spec.sources is None else ("sources", number)
+            try:
+                files = source_files(each, job.base)
+                if each.source == "tokens":
+                    read_token_file(files[0])
+            except BadInput as error:
+                raise BadInput(f"{job.source.at((*section, *entry, 'path'))}: {error}") from None
+
+
+def check_files(job: Job) -> None:
+    """As `check_sources`, for tokenizers and what is known of tokens too."""
+    check_sources(job)
+    for spec in data_sections(job).values():
+        text_sources(spec, job.base)
+        for each in spec.weighted:
+            if each.source == "tokens":
+                _from_token_file(job.base / str(each.path), spec, job.base)
 
 
 def check_tokenizer(dataset: Dataset, folder: Path) -> str | None:
@@ -198,7 +219,6 @@ def _contents(file: Path) -> str:
 
 
 def _from_token_file(path: Path, spec: DataSpec, base: Path) -> _Tokens:
-    check_regular(path, "data")
     header, array = read_token_file(path)
     named = None if spec.tokenizer == "bytes" else load_tokenizer(spec.tokenizer, base)
     if named is not None and not named.is_called(header.tokenizer):

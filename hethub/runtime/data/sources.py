@@ -47,7 +47,7 @@ def list_files(path: Path, suffix: str = "") -> list[Path]:
     check_regular(path, "data")
     if not path.is_dir():
         raise BadInput(
-            f"{path}: there is no such file or folder of text. A job's data.path is relative to the job file."
+            f"{path}: there is no such file or folder of text. Check the path; one that a job names is relative to the job file."
         )
     relative = [file.relative_to(path) for file in _files_below(path) if file.name.endswith(suffix)]
     if not relative:
@@ -84,7 +84,7 @@ def _is_visible(name: str) -> bool:
 def _refuse_closed(error: OSError) -> NoReturn:
     raise BadInput(
         f"{error.filename}: the folder cannot be read ({error.strerror}), so the text in it would be missing. Allow this user to "
-        "read it, or take it out of data.path."
+        "read it, or take it out of the data."
     )
 
 

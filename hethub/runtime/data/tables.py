@@ -38,7 +38,7 @@ def _saved_files(folder: Path) -> list[Path]:
         )
     if not (folder / _STATE).is_file():
         raise BadInput(
-            f"{folder}: is no folder as `datasets.save_to_disk` writes it ({_STATE} is missing). Check data.path; parquet files have "
+            f"{folder}: is no folder as `datasets.save_to_disk` writes it ({_STATE} is missing). Check the path; parquet files have "
             "the source parquet."
         )
     state = read_json(folder / _STATE, "state of a saved dataset")

@@ -17,7 +17,7 @@ from pydantic import Field
 from hethub.runtime.data.sources import TOKEN_FILE
 from hethub.runtime.data.tokenizer import TokenBatch, Tokenizer
 from hethub.spec.base import Spec, build
-from hethub.spec.documents import Source, parse_json, unfinished_of
+from hethub.spec.documents import Source, check_regular, parse_json, unfinished_of
 from hethub.spec.errors import BadInput, RunFailed
 
 MAGIC = TOKEN_FILE + b" 1\n"
@@ -68,13 +68,14 @@ class Marks(NamedTuple):
 
 def read_token_file(path: Path) -> tuple[TokenHeader, NDArray[Any]]:
     """The header and the memory-mapped tokens. Raises BadInput where the file is missing, damaged or another format."""
+    check_regular(path, "data")
     try:
         with path.open("rb") as file:
             start = file.read(HEADER_BYTES)
             file_bytes = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise BadInput(
-            f"{path}: the token file cannot be read ({error.strerror}). Check data.path, or write one with `hethub tokenise`."
+            f"{path}: the token file cannot be read ({error.strerror}). Check the path, or write one with `hethub tokenise`."
         ) from None
     header = _parse(start, path)
     if file_bytes != header.file_bytes:

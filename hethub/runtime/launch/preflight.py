@@ -101,7 +101,7 @@ def check_versions(facts: Sequence[Facts]) -> list[str]:
 
 
 _READ_ALIKE = {
-    "job": "Every rank must read the same job, model, cluster and plan; copy the files to every node.",
+    "job": "Every rank must read the same job, model and cluster; copy the files to every node.",
     "run_folder": "One run is trained in one folder, which all ranks must reach; give every rank the same --run-dir and --resume.",
     "tokens": "Every rank must read the same data (python-stdlib differs between Python versions); copy one token file "
     "made by `hethub tokenise` to every node.",

@@ -87,14 +87,14 @@ def choose_plan(
         prediction=found["prediction"],
         folder=RunFolder(Path(found["folder"])),
         profile=None if found["profile"] is None else ProfileSpec.model_validate(found["profile"]),
-        notes=[*lines, *found["notes"], *_left_at_defaults(job, facts)],
+        notes=[*lines, *found["notes"], *left_at_defaults(job, facts)],
         resumes=found["resumes"],
         behind=found["behind"],
         relays=found["relays"],
     )
 
 
-def _left_at_defaults(job: Job, facts: Sequence[Facts]) -> list[str]:
+def left_at_defaults(job: Job, facts: Sequence[Facts]) -> list[str]:
     """Warnings where ranks are devices and the job is a laptop's."""
     on_devices = any(own.vendor != "cpu" for own in facts)
     return [f"warning: {text}" for text in _defaults_of_laptops(job.spec)] if on_devices else []

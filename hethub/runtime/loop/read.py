@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from hethub.communicator import Rendezvous
 from hethub.kernels.device import Device
 from hethub.runtime.data import Dataset, open_dataset
-from hethub.runtime.data.opening import check_tokenizer, overlap
+from hethub.runtime.data.opening import check_sources, check_tokenizer, data_sections, overlap
 from hethub.runtime.data.tokenise import tokenise_data
 from hethub.runtime.launch.consensus import consensus
 from hethub.runtime.launch.device import open_device
@@ -88,10 +88,10 @@ def read_data(meeting: Rendezvous, job: Job, info: LaunchInfo, vocab: int) -> Da
 
 
 def _make_tokens(job: Job, info: LaunchInfo) -> None:
+    check_sources(job)
     cache, _ = _token_cache()
     if info.local_rank == 0 and cache is not None:
-        evaluation = job.spec.eval
-        for spec in (job.spec.data, *([] if evaluation is None else [evaluation.data])):
+        for spec in data_sections(job).values():
             tokenise_data(spec, job.base, cache, progress=info.rank == 0)
 
 
@@ -139,7 +139,7 @@ def _epochs(training: Dataset, num_samples: int) -> tuple[list[str], list[str]]:
              for stream, epochs in zip(training.streams, training.epochs(num_samples), strict=True)]  # fmt: skip
     return [f"data: {num_samples:,} samples, {', '.join(said for said, _, _ in found)}"], [
         f"the job takes {said}, which has {windows:,} samples of seq_len {training.seq_len}: beyond {MOST_EPOCHS} epochs text that "
-        "repeats teaches less and less. Is data.path all that you have?"
+        "repeats teaches less and less. Is this all that you have?"
         for said, epochs, windows in found
         if epochs > MOST_EPOCHS
     ]

@@ -93,7 +93,8 @@ class Replanner:
 
     def measured(self) -> ProfileSpec | None:
         """What the run has shown of every device type's speed; None before any step was looked at."""
-        return self._speeds.profile(self._layout, self._profile, self._software)
+        found = self._speeds.profile(self._layout, self._profile, self._software)
+        return found and found.as_compiled(self._layout.cluster, self._job.spec.train.compile)
 
     def _slow_row(self, straggler: Straggler) -> dict[str, Any]:
         return {

@@ -131,7 +131,7 @@ class StepLoop:
         notes = self._open() if self._speaks else []
         self._profiler = StepProfiler(log.profile_steps, self.folder.path, self.world.rank, self._say)
         wanted = log if self._speaks else LogSpec()
-        self._sinks = Sinks(wanted, self.folder.path, self.job.spec.to_dict(), self._say)
+        self._sinks = Sinks(wanted, self.folder.path, self.job.spec.to_dict(), self._say, first_step=first)
         with StopSignal(speaks=self._speaks) as signals, self._display, self._sinks:
             for line in self._opening([*warnings, *notes], told):
                 self._say(line)
@@ -150,7 +150,7 @@ class StepLoop:
         """Begins the run folder, or goes on in it; what is to be said of losses there."""
         if self.done < self.last:  # else nothing is trained: the folder keeps the job and the plan of its steps
             self._start_folder({"islands": self.world.islands, "relays": self.world.relays, **self.world.counters()})
-        return self.folder.cut_metrics(self.done)
+        return self.folder.cut_behind(self.done)
 
     def _opening(self, warnings: Sequence[str], told: Sequence[str]) -> list[str]:
         lines = [f"warning: {warning}" for warning in warnings]

@@ -23,7 +23,7 @@ from hethub.runtime.measure.speed_classes import Measured, combine
 from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.model.layers import TokenLayout
 from hethub.spec.accelerator import AcceleratorSpec
-from hethub.spec.cluster import ClusterSpec
+from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job, TrainSpec
 from hethub.spec.layout.tensors import tp_degrees
@@ -44,9 +44,8 @@ def measure_ranks(job: Job, device: Device, meeting: Rendezvous, cluster: Cluste
     unsaved = None
     if not all(remembered):
         all_gather(meeting, "start of measuring", None)  # all at once, as they will compute
-        accelerator = cluster.places[meeting.rank].accelerator
-        free = device.free_memory_bytes()
-        limit = int((accelerator.memory_bytes if free is None else free) * (1.0 - reserve))
+        place = cluster.places[meeting.rank]
+        accelerator, limit = place.accelerator, limit_bytes_of(place, device, reserve)
         known = consensus(
             meeting,
             "own measurements",
@@ -61,6 +60,12 @@ def measure_ranks(job: Job, device: Device, meeting: Rendezvous, cluster: Cluste
     found = combine(job.model, cluster, curves, fresh=not all(remembered))
     warnings = dict.fromkeys(f"warning: {row['unsaved']}" for row in rows if row["unsaved"])
     return replace(found, lines=[*found.lines, *warnings])
+
+
+def limit_bytes_of(place: Place, device: Device, reserve: float) -> int:
+    """Of this rank's memory, what a micro-batch may take: of a device's what is free now, else what its cluster file leaves."""
+    free = device.free_memory_bytes()
+    return int((place.node.usable_memory_bytes if free is None else free) * (1.0 - reserve))
 
 
 def measure_rank(

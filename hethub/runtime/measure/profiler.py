@@ -11,6 +11,7 @@ from torch import Tensor
 
 import hethub
 from hethub.communicator import World
+from hethub.kernels.bodies import compiles_on
 from hethub.kernels.device import Clock, Device, Stamp
 from hethub.predictor.cost.profile import DeviceProfile, LayerTiming, PartTiming, ProfileSpec, merge
 from hethub.runtime.measure.link_profiler import measure_links
@@ -73,6 +74,7 @@ def measure_device(
         layers=tuple(layers),
         parts=tuple(parts),
         optimizer_seconds_per_parameter=_optimizer(device, precision, seconds_per_point),
+        compiled=compiles_on(device.torch_device),
     )
 
 

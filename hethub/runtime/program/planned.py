@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hethub.runtime.program.subject import Subject
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, asked_by
-from hethub.spec.job import STRATEGIES, ConstraintsSpec, EmulationSpec, Job
+from hethub.spec.job import Job
 from hethub.spec.program import ProgramFor, ProgramPlanSpec
 from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.graph import Graph
@@ -14,8 +14,6 @@ from hethub.synthesis.layout import Layout
 from hethub.synthesis.planning import baselines, plan_model, pose, program_of
 from hethub.synthesis.program import Execution, Program
 from hethub.synthesis.search import Search
-
-KEPT = {"reserve", "time_limit_seconds", "seed", "keep_global_batch"}  # the constraints that programs know
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,31 +23,6 @@ class PlannedProgram:
     plan: ProgramPlanSpec
     search_seconds: float
     baselines: dict[str, float]  # seconds of what others would run, where that was asked for
-
-
-def check_plannable(job: Job) -> None:
-    """Raises BadInput where the job asks for what no program can have."""
-    if job.factory is not None and job.spec.plan in STRATEGIES and job.spec.plan not in ("auto", "hap"):
-        raise BadInput(
-            f"{job.source.at(('plan',))} is {job.spec.plan}, which cuts hethub's own Llama into layers; a model of Python takes plan: hap."
-        )
-    for name, field in ConstraintsSpec.model_fields.items():
-        if name not in KEPT and getattr(job.spec.constraints, name) != field.default:
-            raise BadInput(
-                f"{job.source.at(('constraints', name))} is for plans of layers; strategy 'hap' knows {', '.join(sorted(KEPT))}. Remove it."
-            )
-    spec = job.spec
-    wanted = {
-        "profile": spec.profile is not None,
-        "measure": spec.measure == "always",
-        "replan": spec.replan == "auto",
-        "train.compile": spec.train.compile,
-        "rehearsal": spec.rehearsal != EmulationSpec(),
-    }
-    for name, given in wanted.items():
-        if given:
-            place = job.source.at(tuple(name.split(".")))
-            raise BadInput(f"{place} is for plans of layers and not taken by strategy 'hap'; remove it.")
 
 
 def trace_job(job: Job, subject: Subject) -> Graph:

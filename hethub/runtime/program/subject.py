@@ -97,18 +97,9 @@ class Subject:
 def open_subject(job: Job, *, with_values: bool) -> Subject:
     """What the job trains. Without values nothing is allocated for a described model: enough to plan.
 
-    Raises BadInput for a model that cannot be found or made, and for a precision that programs do not train in.
+    Raises BadInput for a model that cannot be found or made.
     """
     train = job.spec.train
-    if train.precision not in DTYPES:
-        raise BadInput(
-            f"{job.path}: train.precision is {train.precision}; programs of strategy 'hap' compute in fp32 or fp64. Set one."
-        )
-    if job.spec.data.document_mask:
-        raise BadInput(
-            f"{job.path}: data.document_mask is for hethub's own Llama; a module under strategy 'hap' sees tokens alone. "
-            "Set it to false."
-        )
     tokens = torch.zeros(train.global_batch, train.seq_len, dtype=torch.int64)
     if job.factory is not None:
         return _made(job, job.factory, (tokens, tokens.clone()), with_values=with_values)

@@ -16,11 +16,11 @@ from hethub.runtime.launch.preflight import Agreed, Facts, agree, folder_asked_f
 from hethub.runtime.launch.rendezvous import meet
 from hethub.runtime.launch.session import watched, watched_meeting
 from hethub.runtime.loop.build import BUILDING_SECONDS, connect_ranks
-from hethub.runtime.loop.plan import OpenedFolder, is_kept, open_folder
+from hethub.runtime.loop.plan import OpenedFolder, is_kept, left_at_defaults, open_folder
 from hethub.runtime.loop.read import Data, read_data, read_job, told
 from hethub.runtime.loop.steps import Ended, StepLoop, assumed_note
 from hethub.runtime.program.checkpoint import ProgramCheckpoints
-from hethub.runtime.program.planned import check_plannable, plan_program, priced, trace_job
+from hethub.runtime.program.planned import plan_program, priced, trace_job
 from hethub.runtime.program.subject import Subject, open_subject
 from hethub.runtime.program.trainer import ProgramTrainer, on_device
 from hethub.runtime.run_claim import RunClaim
@@ -31,6 +31,7 @@ from hethub.spec.job import DataSpec, Job
 from hethub.spec.program import (
     ProgramFor,
     ProgramPlanSpec,
+    check_plannable,
     is_for_cluster,
     is_program_plan,
     load_program_plan,
@@ -223,7 +224,8 @@ def _plan(
         folder, goes_on, resumes, behind, notes = claim()
         reserve = opened.job.spec.constraints.reserve
         made_for = ProgramFor(cluster=cluster, reserve=reserve, items=opened.subject.items)
-        may_change = accept_changes or not resumes  # one that begins again has trained nothing
+        # One that begins again has trained nothing; a described model stands in the checkpoint, which refuses another.
+        may_change = accept_changes or not resumes or opened.job.described is not None
         plan = _chosen(opened, cluster, plan_path, folder, goes_on=goes_on, may_change=may_change)
         plan = plan.replace(cluster=cluster.name, job=made_for)
         return {
@@ -307,7 +309,8 @@ class _Loop(StepLoop):
     def run(self) -> ProgramSummary | None:
         """Trains up to the job's last step, or until a signal asks to save and exit."""
         read = _unread(self.job) if self.data is None else self.data.warnings
-        step, stopped = self._train([*read, *self._agreed.warnings], self._planned.notes)
+        told = [*self._planned.notes, *left_at_defaults(self.job, self._agreed.facts)]
+        step, stopped = self._train([*read, *self._agreed.warnings], told)
         if not (self._losses and self._speaks):
             return None
         return ProgramSummary(**self._ended(step, stopped), items=self.items, items_per_step=self.trainer.num_items)

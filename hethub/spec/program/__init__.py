@@ -1,7 +1,7 @@
 """Plans of strategy hap as files: a program, operator by operator, and its table by module.
 
 Start reading: plan_file.py.
-May import: spec.accelerator, spec.base, spec.cluster, spec.documents, spec.errors, spec.model.
+May import: spec.accelerator, spec.base, spec.cluster, spec.documents, spec.errors, spec.job, spec.model.
 """
 
 from hethub.spec.program.plan_file import (
@@ -18,6 +18,7 @@ from hethub.spec.program.plan_file import (
     save_program_plan,
 )
 from hethub.spec.program.prediction import memory_limits, prediction_of
+from hethub.spec.program.requests import check_plannable
 from hethub.spec.program.table import module_rows, modules_json, program_notes, program_table, show_ratios
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "ProgramFor",
     "ProgramPlanSpec",
     "ProgramSpec",
+    "check_plannable",
     "is_for_cluster",
     "is_program_plan",
     "load_program_plan",

@@ -109,7 +109,7 @@ def look(run: Path, place: str, cluster: ClusterSpec) -> tuple[int, list[str]]:
     path = newest_intact(folder.checkpoints)
     assert path is not None
     step = int(path.name.removeprefix("step-"))
-    said = folder.cut_metrics(step)
+    said = folder.cut_behind(step)
     if place in REPORTED:
         report_run(run, run / "page.html")
     return step, said

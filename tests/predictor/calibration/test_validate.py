@@ -44,6 +44,23 @@ def test_suspects_are_listed_but_in_no_mean(tmp_path: Path) -> None:
     assert result["mape"] == pytest.approx(abs(result["rows"][0]["error_percent"]))
 
 
+def test_a_column_called_nearly_as_one_that_is_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its figures were left aside without a word; whatever else a table has is its owner's."""
+    path = table(tmp_path, {})
+    text = path.read_text().replace("peak_memory_gib", "peak_memory_gb").replace("micro_batch", "microbatch")
+    path.write_text(text.replace("stack", "colour"))
+    result = validate(path)
+    assert result["notes"] == [
+        "column microbatch is not read; did you mean micro_batch?",
+        "column peak_memory_gb is not read; did you mean peak_memory_gib?",
+    ]
+    print_validation(result)
+    assert "did you mean micro_batch?" in capsys.readouterr().out
+    assert validate(table(tmp_path, {}))["notes"] == []
+
+
 def test_the_printed_mean_is_of_as_many_rows_as_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Suspects were counted beside it; where all rows are, there is no mean to print."""
     print_validation(validate(table(tmp_path, {}, {"suspect": 1, "step_seconds": 1e4})))

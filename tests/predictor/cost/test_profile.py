@@ -14,8 +14,10 @@ from hethub.predictor.cost.profile import Corrections, LinkTiming, ProfileSpec, 
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost, estimated_device
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.errors import BadInput
+from hethub.spec.job import load_job
 from hethub.spec.layout.bind import bind
 from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
+from tests.support.job_files import write_job
 
 CORE = find_accelerator("CPU-core")
 LAYOUT = uniform(TINY, cluster(("CPU-core", 1, 4)), tp=1, pp=2, micro_batch=2, batch=16, seq=128, precision="fp32")
@@ -220,3 +222,26 @@ def test_merged_profiles_take_the_place_of_none_of_them(
     assert run(["profile", "--merge", "a.json", "b.json", "--out", name]) == 2
     assert f"{name}: this is the file to read, and would be overwritten; name another file." in capsys.readouterr().err
     assert [Path(file).read_bytes() for file in ("a.json", "b.json")] == before
+
+
+@pytest.mark.parametrize("option", ["--profile", "--calibrate"])
+def test_measurements_under_another_train_compile_are_refused(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were used without a word: no profile said how its layers ran."""
+    job = load_job(write_job(tmp_path))
+    assert job.cluster is not None
+    sequences, seq_len, precision = job.spec.train.batch
+    own = profile().replace(
+        model=job.model, devices=(estimated_device(job.model, CORE, seq_len, precision, sequences),)
+    )
+    given = ["plan", str(job.path), option, str(tmp_path / "own.json"), "--set"]
+    for compiles, accepts in ((None, (None, True, False)), (True, (True,)), (False, (None, False))):
+        known = own if compiles is None else own.as_compiled(job.cluster, compiles)
+        save_profile(known, tmp_path / "own.json")
+        for wanted in (None, True, False):
+            is_refused = run([*given, f"train.compile={json.dumps(wanted)}"]) == 2
+            told = capsys.readouterr().err
+            assert is_refused == (wanted not in accepts), (compiles, wanted, told)
+            assert not is_refused or ("own.json: the profile measured CPU-core" in told and "train.compile" in told)
+    assert own.as_compiled(job.cluster, None).devices[0].compiled is False  # on a CPU, whatever maker it stands for

@@ -90,7 +90,7 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (truncate, "bytes were written"),
     (lose_file, "file __1_0.distcp is missing"),
     (lose_marker, "it has no COMPLETE marker"),
-    (spoil_marker, "its COMPLETE marker cannot be read"),
+    (spoil_marker, "its COMPLETE marker cannot be read, so nobody knows whether the rest is whole"),
     (spoil_record, "file record.json has"),
 ]
 

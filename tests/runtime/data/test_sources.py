@@ -24,14 +24,15 @@ from hethub.runtime.data import Dataset, open_dataset
 from hethub.runtime.data import sources as sources_module
 from hethub.runtime.data import tokenizer as tokenizer_module
 from hethub.runtime.data.fingerprint import fingerprint
-from hethub.runtime.data.opening import check_tokenizer, keep, text_sources
+from hethub.runtime.data.opening import check_sources, check_tokenizer, keep, text_sources
 from hethub.runtime.data.sources import list_files, stdlib_pieces
 from hethub.runtime.data.tokenise import tokenise
 from hethub.runtime.data.tokenizer import TokenBatch
 from hethub.spec.documents import unfinished_of
 from hethub.spec.errors import BadInput, RunFailed
-from hethub.spec.job import DataSpec
+from hethub.spec.job import DataSpec, load_job
 from tests.support.command import HANG_SECONDS
+from tests.support.job_files import write_job
 from tests.support.privileges import laid_down
 
 END = 256
@@ -104,8 +105,9 @@ def test_a_broken_jsonl_line_is_named(tmp_path: Path, line: str, message: str) -
 
 @pytest.mark.parametrize("source", ["text", "jsonl", "tokens"])
 def test_a_missing_file_is_named(tmp_path: Path, source: str) -> None:
-    with pytest.raises(BadInput, match=r"nowhere.* data\.path"):
-        opened(tmp_path, source=source, path="nowhere")
+    job = load_job(write_job(tmp_path, data={"source": source, "path": "nowhere"}))
+    with pytest.raises(BadInput, match=r"job\.yaml, line \d+: data\.path: .*/nowhere: .* Check the path"):
+        check_sources(job)
 
 
 @pytest.mark.parametrize("source", ["text", "parquet", "tokens"])

@@ -206,10 +206,21 @@ def test_metrics_behind_a_checkpoint_are_cut(tmp_path):
     folder = RunFolder(tmp_path)
     for step in range(1, 6):
         folder.append(metrics(step))
-    folder.cut_metrics(3)
+    folder.cut_behind(3)
     folder.append(metrics(4, loss=1.5))
     rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     assert rows == [metrics(1).to_dict(), metrics(2).to_dict(), metrics(3).to_dict(), metrics(4, loss=1.5).to_dict()]
+
+
+def test_what_was_said_of_slow_ranks_behind_a_checkpoint_is_cut(tmp_path):
+    folder = RunFolder(tmp_path)
+    rows = [{"rank": 1, "measured_seconds": {"step": 0.5}, "step": step, "text": "slow"} for step in (3, 4)]
+    for row in rows:
+        folder.append_straggler(row)
+    with (tmp_path / "drift.jsonl").open("a") as file:
+        file.write('{"step": 3, "te')
+    folder.cut_behind(3)
+    assert [json.loads(line) for line in (tmp_path / "drift.jsonl").read_text().splitlines()] == rows[:1]
 
 
 def test_a_file_with_damaged_lines_is_kept_each_time(tmp_path):
@@ -218,7 +229,7 @@ def test_a_file_with_damaged_lines_is_kept_each_time(tmp_path):
         with folder.metrics.open("a") as file:
             file.write(f"{json.dumps(metrics(number).to_dict())}\nwhat a disk has made of line {number}\n")
         damaged.append((name, folder.metrics.read_text()))
-        assert folder.cut_metrics(number) == [f"damaged lines in metrics.jsonl: 1; as it was, it is {name} now"]
+        assert folder.cut_behind(number) == [f"damaged lines in metrics.jsonl: 1; as it was, it is {name} now"]
         assert [row["step"] for row in folder.rows()] == list(range(1, number + 1))
     assert [(name, (tmp_path / name).read_text()) for name, _ in damaged] == damaged
 
@@ -231,7 +242,7 @@ def test_a_half_written_last_line_is_cut_too(tmp_path, steps):
         folder.append(metrics(step))
     with folder.metrics.open("a") as file:
         file.write('{"step": 4, "lo')
-    folder.cut_metrics(steps)
+    folder.cut_behind(steps)
     folder.append(metrics(steps + 1))
     assert [row["step"] for row in folder.rows()] == list(range(1, steps + 2))
 

@@ -18,12 +18,13 @@ from hethub.runtime.measure import autotune
 from hethub.runtime.measure.autotune import (
     kept_bytes,
     largest_batch,
+    limit_bytes_of,
     measure_rank,
     measured_degrees,
     resident_bytes,
 )
 from hethub.spec.accelerator import find_accelerator
-from hethub.spec.cluster import load_cluster
+from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.spec.errors import BadInput
 from hethub.spec.job import TrainSpec
 from hethub.spec.plan import load_plan
@@ -135,6 +136,16 @@ def test_sizes_that_run_out_of_memory_while_they_are_timed_are_halved(monkeypatc
     room = 0
     with pytest.raises(BadInput, match=r"one sequence of 32 tokens does not fit .* shorten train.seq_len"):
         measure_rank(TINY, TRAIN, core, device, 2**34, 2)
+
+
+def test_what_other_programs_take_of_a_cpus_memory_is_no_room_for_a_micro_batch():
+    node = {"name": "cpu", "accelerator": "CPU-core", "accelerators": 1}
+    whole, part = (
+        ClusterSpec(name="lab", nodes=({**node, "reserved_memory_gb": taken},)).places[0] for taken in (0, 1)
+    )
+    device = Device(vendor="cpu")
+    assert limit_bytes_of(whole, device, 0.5) == whole.accelerator.memory_bytes // 2
+    assert limit_bytes_of(part, device, 0.5) == (whole.accelerator.memory_bytes - 2**30) // 2
 
 
 def test_a_model_too_large_for_one_rank_limits_no_micro_batch():

@@ -2,6 +2,8 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -9,9 +11,10 @@ import yaml
 from hethub.cli import run
 from hethub.runtime.program.planned import plan_program, priced, trace_job
 from hethub.runtime.program.subject import open_subject
+from hethub.runtime.program.train import _Loop
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
-from hethub.spec.job import load_job
+from hethub.spec.job import CheckpointSpec, load_job
 from hethub.spec.program import is_for_cluster
 from tests.runtime.program.test_program_jobs import losses, train, write_program_job
 from tests.support.command import check_refused, ranks
@@ -76,6 +79,44 @@ def test_a_program_is_not_predicted_for_another_batch_precision_or_cluster(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("constraints.tp=2", "constraints.tp is for plans of layers"),
+        ("drift.steps=3", "drift is for plans of layers"),
+        ("parity=report", "parity is for plans of layers"),
+        ("profile=profile.json", "profile is for plans of layers"),
+        ("train.precision=bf16", "'hap' compute in fp32 or fp64"),
+    ],
+)
+def test_what_programs_do_not_take_is_refused_by_plan_and_doctor(
+    change: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`drift` and `parity` were ignored, and doctor called such jobs ok."""
+    job = write_program_job(tmp_path / "job", "make", size=2)
+    for command in ("plan", "doctor"):
+        assert run([command, str(job), "--set", change]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_laptops_defaults_on_devices_are_warned_of_under_programs_too(tmp_path: Path) -> None:
+    said: list[str] = []
+    loop: Any = _Loop.__new__(_Loop)
+    job = load_job(write_program_job(tmp_path / "job", "make", size=2))
+    loop.job, loop.data, loop._losses = job, SimpleNamespace(warnings=[]), []
+    object.__setattr__(job, "spec", job.spec.replace(checkpoint=CheckpointSpec()))
+    loop._planned = SimpleNamespace(notes=[])
+    loop._agreed = SimpleNamespace(warnings=[], facts=[SimpleNamespace(vendor="nvidia")])
+    loop._train = lambda warnings, told: said.extend(told) or (0, False)
+    loop.run()
+    assert [text.split()[:2] for text in said] == [["warning:", "checkpoint.every_steps"]]
+
+
+def test_runners_up_are_not_asked_of_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(write_program_job(tmp_path / "job", "make", size=2)), "--top", "0"]) == 2
+    assert "--top, --profile and --calibrate are for plans of layers" in capsys.readouterr().err
+
+
 def test_memory_that_the_reserve_leaves_too_small_is_told_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,13 +128,17 @@ def test_memory_that_the_reserve_leaves_too_small_is_told_so(
     assert "Or lower constraints.reserve (now 0.99999999), which keeps that part of it free." in said
 
 
-def test_a_run_whose_code_has_changed_goes_on_where_that_is_accepted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("was", "now"), [("nn.GELU()", "nn.Tanh()"), ("SyncBatchNorm(24)", "SyncBatchNorm(24, eps=0.5)")]
+)
+def test_a_run_whose_code_has_changed_goes_on_where_that_is_accepted(was: str, now: str, tmp_path: Path) -> None:
+    """Another number in its code was taken without a word."""
     job = write_program_job(tmp_path / "job", "make", size=2)
     train(2, job, "--run-dir", tmp_path / "run", cwd=tmp_path)
     whole = losses(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
     (code,) = job.parent.glob("own_*/net.py")
-    code.write_text(code.read_text().replace("nn.GELU()", "nn.Tanh()"))
+    code.write_text(code.read_text().replace(was, now))
     given = ("train", job, "--resume", tmp_path / "run")
     check_refused(ranks(2, *given, cwd=tmp_path), "its code has changed", "--accept-changes")
     train(2, *given[1:], "--accept-changes", cwd=tmp_path)

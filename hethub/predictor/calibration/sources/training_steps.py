@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +21,10 @@ from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 
 REQUIRED = ("id", "source", "family", "layers", "hidden", "heads", "ffn", "vocab", "seq", "accelerator", "n_accelerators",
             "tp", "pp", "dp", "global_batch", "precision", "step_seconds")  # fmt: skip
+# What the table may have beside these, and a row may leave empty; any other column is the reader's own.
+OPTIONAL = ("kv_heads", "gated", "micro_batch", "cp", "zero", "recompute", "flash_attention", "sequence_parallel",
+            "virtual_stages", "layers_per_stage", "per_node", "inter_node_gbps", "optimizer_included", "stack",
+            "peak_memory_gib", "suspect", "note")  # fmt: skip
 # What a cell of these may say; an empty one leaves it open.
 NAMED = {
     "recompute": ("none", "selective", "full"),
@@ -62,6 +67,14 @@ class Case:
 def read_table(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
     """The cases of a CSV table, and the rows that are none, each with its reason. Raises BadInput for no such table."""
     return collect(read_lines(path, REQUIRED), lambda name, row: read_row(row | {"id": name}))
+
+
+def near_misses(columns: Iterable[str]) -> list[str]:
+    """What to say of columns that are not read but called nearly as one that would be and is not there, a line each."""
+    columns = set(columns)
+    free = [name for name in OPTIONAL if name not in columns]
+    found = {name: get_close_matches(name, free, n=1, cutoff=0.85) for name in columns - {*REQUIRED, *OPTIONAL}}
+    return [f"column {name} is not read; did you mean {near[0]}?" for name, near in sorted(found.items()) if near]
 
 
 def collect(

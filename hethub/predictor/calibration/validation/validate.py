@@ -9,7 +9,7 @@ from hethub.predictor.calibration.evaluate import Outcome, evaluate
 from hethub.predictor.calibration.sources.cells import columns_of
 from hethub.predictor.calibration.sources.mixed_clusters import read_mixed
 from hethub.predictor.calibration.sources.single_node import ITERATION_TIME, read_single_node
-from hethub.predictor.calibration.sources.training_steps import Case, read_table
+from hethub.predictor.calibration.sources.training_steps import Case, near_misses, read_table
 from hethub.predictor.calibration.validation.case_folders import validate_folders
 from hethub.predictor.calibration.validation.errors import contradictory, row, summary, sweeps
 from hethub.predictor.calibration.validation.goals import family_out, fit_goals, table_goals
@@ -57,6 +57,7 @@ def validate(path: Path, by: str = "source", constants: Constants | None = None)
     group = _grouping(by)
     result = {
         "rows": rows,
+        "notes": [] if mixed or ITERATION_TIME in columns_of(path) else near_misses(columns_of(path)),
         **summary(errors, [group(case) for case, _ in sound]),
         "suspects": [case.id for case, _ in outcomes if case.suspect],
         "skipped": skipped,
