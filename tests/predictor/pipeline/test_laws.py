@@ -24,7 +24,7 @@ from hethub.predictor.pipeline.step import step_times
 from hethub.predictor.pipeline.traffic import link_loads
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
-from hethub.spec.layout.state import StateMap
+from hethub.spec.layout.state import Piece, StateMap
 from hethub.spec.plan import PlanSpec, ScheduleName
 from tests.predictor.plans import LLAMA_8B, cluster, under, uniform
 from tests.spec.random_plans import any_cases
@@ -137,9 +137,11 @@ def test_messages_that_cannot_meet_may_be_left_out_of_a_replay(drawn: Draw) -> N
 
 
 def check_links(layout: Layout, step: float) -> None:
-    """No step is shorter than a link needs for what passes it."""
+    """No step is shorter than a link needs for what passes it. Where replicas are cut unlike, ranks own whole elements of
+    every bucket, which so tiny models cannot divide as their plans do: to 1 %."""
+    slack = 1e-9 if all(stage.cut_alike for stage in layout.stages) else 0.01
     for link, num_bytes in sent_bytes(layout).items():
-        assert step >= num_bytes / bytes_per_second(layout, *link) * (1 - 1e-9), link
+        assert step >= num_bytes / bytes_per_second(layout, *link) * (1 - slack), link
 
 
 def bytes_per_second(layout: Layout, kind: str, owner: Any) -> float:
@@ -210,16 +212,17 @@ def sent_bytes(layout: Layout) -> dict[tuple[str, Any], float]:
             # A tied head's ends, on two stages, sum by themselves.
             if len(stage.replicas) == 1 or not set(ranks) <= {*stage.ranks}:
                 continue
-            # Norms stay where they are; not every pass gathers all of a stage's weights.
-            times = (2, 2, rounds + 1, 2 * rounds)[stage.zero] if bucket.decays else 2
-            num_bytes = times * piece.numel * width
+            # Norms stay where they are. Not every pass gathers all of a stage's weights: those of one layer stay.
+            reduces = rounds if stage.zero >= 2 and bucket.decays else 1
+            gathers = rounds if stage.zero == 3 and bucket.decays and stage.num_layers > 1 else 1
+            each, num_bytes = piece.numel * width, (reduces + gathers) * piece.numel * width
             machines, islands = {places[rank].machine for rank in ranks}, Counter(places[r].island for r in ranks)
             if len(islands) > 1:
-                for rank in ranks:
-                    part = num_bytes * (len(islands) - 1) / len(islands) / islands[places[rank].island]
-                    cross(rank, part)
+                island_of = {rank: places[rank].island for rank in ranks}
+                for rank, part in leaving(piece, island_of, reduces, gathers).items():
+                    cross(rank, each * part)
                     if len(machines) > 1 and not own_bridge:
-                        found["cards", places[rank].machine] += part
+                        found["cards", places[rank].machine] += each * part
                 for island, size in islands.items():
                     own = {places[rank].machine for rank in ranks if places[rank].island == island}
                     for machine in own if len(own) > 1 else ():
@@ -229,6 +232,23 @@ def sent_bytes(layout: Layout) -> dict[tuple[str, Any], float]:
             for link in [("cards", m) for m in machines] if len(machines) > 1 else [("port", r) for r in ranks]:
                 found[link] += ring
     return found
+
+
+def leaving(piece: Piece, island_of: dict[int, str], reduces: int, gathers: int) -> dict[int, float]:
+    """What each rank sends to other islands, as fractions of a piece: partials of what these own, in equal parts of its
+    island's ranks, and to each what it owns; unsharded, half of each sum."""
+    ranks, islands = piece.group.contributors, Counter(island_of.values())
+    others = len(islands) - 1
+    if not piece.group.sharded:
+        return {rank: 2 * others / (others + 1) / islands[island_of[rank]] for rank in ranks}
+    owned = {rank: cut.size / piece.numel for rank, cut in zip(ranks, piece.cuts, strict=True)}
+    at_home = Counter[str]()
+    for rank in ranks:
+        at_home[island_of[rank]] += owned[rank]  # type: ignore[assignment]
+    return {
+        rank: reduces * (1 - at_home[island]) / islands[island] + gathers * others * owned[rank]
+        for rank, island in island_of.items()
+    }
 
 
 def check_ranks(layout: Layout, step: float) -> None:
