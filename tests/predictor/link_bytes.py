@@ -1,4 +1,5 @@
-"""What leaves over every link in a step, counted by the plan and the state map and by nothing of the predictor."""
+"""What leaves over every link in a step, counted by the plan and the state map, and what links carry a second, by the
+cluster file and the fitted fractions of its figures."""
 
 from collections import Counter, defaultdict
 from typing import Any

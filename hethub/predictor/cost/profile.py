@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 import hethub
+from hethub.predictor.cost.constants import is_cpu
 from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Spec, build, describe
 from hethub.spec.cluster import ClusterSpec, NodeSpec, NonNegative
@@ -165,7 +166,7 @@ class ProfileSpec(Spec):
 
 def compiles_on_node(node: NodeSpec, compiles: bool | None) -> bool:
     """Whether small operations are compiled there under a `train.compile`."""
-    return node.unnamed_device.vendor != "cpu" if compiles is None else compiles
+    return not is_cpu(node.unnamed_device) if compiles is None else compiles
 
 
 def load_profile(path: str | Path) -> ProfileSpec:

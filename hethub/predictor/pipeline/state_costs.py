@@ -133,7 +133,7 @@ class StateCosts:
         other copy, and to send new weights back (ZeRO-1 and 2). In rounds all but the last layer's sum belongs to the
         microbatches."""
         found, ends = self._over_replicas(stage, portion), portion or self.whole[stage]
-        if ends.first or ends.last:
+        if self.layout.head_is_apart and (ends.first or ends.last):
             sent = (self.gradient_wire_bytes, self.gradient_wire_bytes, self.width if self.tied_group else 0)
             found = Reduction(*[self._beside_tied(stage, portion, *each) for each in zip(found, sent, strict=True)])
         own = self.layout.stages[stage]

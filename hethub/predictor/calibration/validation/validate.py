@@ -35,9 +35,11 @@ def validate(path: Path, by: str = "source", constants: Constants | None = None)
             raise BadInput(f"--by {by}: {path} is a folder of cases, which have no columns; leave it out.")
         return validate_folders(path, constants)
     mixed = path.suffix == ".json"
-    if not mixed and LAYER_TIME in columns_of(path):
+    columns = [] if mixed else columns_of(path)
+    if LAYER_TIME in columns:
         return validate_layers(path, by, constants)
-    cases, skipped = _read(path)
+    read = read_mixed if mixed else read_single_node if ITERATION_TIME in columns else read_table
+    cases, skipped = read(path)
     if by != "source" and cases and by not in cases[0].row:
         raise BadInput(f"--by {by}: the table has no such column; its columns are {', '.join(cases[0].row)}.")
     outcomes: list[tuple[Case, Outcome]] = []
@@ -57,7 +59,7 @@ def validate(path: Path, by: str = "source", constants: Constants | None = None)
     group = _grouping(by)
     result = {
         "rows": rows,
-        "notes": [] if mixed or ITERATION_TIME in columns_of(path) else near_misses(columns_of(path)),
+        "notes": [] if ITERATION_TIME in columns else near_misses(columns),
         **summary(errors, [group(case) for case, _ in sound]),
         "suspects": [case.id for case, _ in outcomes if case.suspect],
         "skipped": skipped,
@@ -71,12 +73,6 @@ def validate(path: Path, by: str = "source", constants: Constants | None = None)
     }
     goals = [*table_goals(result, mixed), *([] if mixed else fit_goals(constants.residuals))]
     return {**result, "goals": [goal.to_dict() for goal in goals]}
-
-
-def _read(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
-    if path.suffix == ".json":
-        return read_mixed(path)
-    return read_single_node(path) if ITERATION_TIME in columns_of(path) else read_table(path)
 
 
 def _grouping(by: str) -> Callable[[Case], str]:

@@ -168,6 +168,7 @@ class StateTraffic:
             found.append(Summed(moved, once))
         return found
 
+    @memoized
     def _parts(self, stage: int) -> list[float]:
         """What part of the stage's matrices each of its pieces is."""
         pieces = self.state.rings.pieces(stage)
