@@ -58,6 +58,18 @@ class Collectives:
         self.shown[node] = seconds
         return node
 
+    def _wait_for_all_to_begin(self, stage: StageNodes, nodes: list[int], ahead: float) -> None:
+        """Lets nodes of a stage's replicas, which meet in collectives while they run, be through with no more than a part
+        `ahead` of themselves before the last of them begins."""
+        if len(nodes) < 2:
+            return
+        begin, graph = {run.nodes[0] for run in stage.apart}, self.graph
+        needs = [need for node in nodes for need in graph.needs_of(node)]
+        needs += [(node - 1, 0.0) for node in nodes if node not in begin]
+        all_begun = graph.add(graph.add_actor(), 0.0, needs)
+        for node in nodes:
+            graph.needs[node].append((all_begun, -ahead * graph.seconds[node]))
+
     def _wait(self, waiting: Iterable[int], *sources: int) -> None:
         for node in waiting:
             self.graph.needs[node] += [(source, 0.0) for source in sources]
@@ -121,6 +133,8 @@ class Collectives:
                 brought = self._beside(stream, sum(others), first)
                 for node in stage.first[passes[index + 1]] if index + 1 < len(passes) else ():
                     self.graph.needs[node].append((brought, layer[kind]))
+            if others and own:
+                self._wait_for_all_to_begin(stage, first, 1 / (1 + len(others)))
         if sharded:
             self._reduce_pass(stage, stream, passes[-1][1])
 
@@ -134,6 +148,9 @@ class Collectives:
         both."""
         layers = self.costs.state.reduce_seconds(stage.index, self.costs.state.portions[stage.index][chunk])
         last, by_turns = stage.completing(chunk), self.costs.state.by_turns[stage.index]
+        under_way = self.costs.state.sums_under_way(stage.index)
+        if len(layers) > under_way:  # behind the layer after these waits what adds to gradients
+            self._wait_for_all_to_begin(stage, last, under_way / len(layers))
         node = self._beside(stream, sum(layers), last, ahead=0.0 if by_turns else 1.0 - 1.0 / len(layers))
         self._wait(stage.reduces(chunk), node, self._meet(last, layers[0]))
         return node
@@ -157,12 +174,15 @@ class Collectives:
     def _catch_up(self, stage: StageNodes, chunk: int, own: dict[int, float], gather: float) -> None:
         """A chunk whose gradients are complete is not stepped before the norm of all is known, by which they are
         clipped: the first chunk is when the next step begins, the others while the one before them begins its forward."""
+        first = stage.first[Kind.FORWARD, chunk - 1] if chunk else []
         for position, run in enumerate(stage.apart):
             seconds = max(own.values()) + gather if gather else own[run.actor]
             if chunk:
-                self.graph.seconds[stage.first[Kind.FORWARD, chunk - 1][position]] += seconds
+                self.graph.seconds[first[position]] += seconds
             else:
                 self.update_seconds[run.actor] = seconds
+        if gather:
+            self._wait_for_all_to_begin(stage, first, 0.0)
 
     def _update(self, stage: StageNodes, chunk: int, own: dict[int, float], gather: float) -> None:
         seconds, steps = self.graph.seconds, stage.updates[Kind.STEP][chunk]
