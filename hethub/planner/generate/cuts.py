@@ -118,7 +118,9 @@ def _candidate(problem: Problem, table: Table, tried: Sequence[tuple[int, ...]],
         for some in own
         for unit in some[s * len(some) // parts : (s + 1) * len(some) // parts]
     ]
-    return to_candidate(problem, [(layers, len(units) // stages) for layers in cut.layers], units, combination)
+    size = len(units) // stages
+    formed = [(layers, units[s * size : (s + 1) * size]) for s, layers in enumerate(cut.layers)]
+    return to_candidate(problem, formed, combination)
 
 
 def _all_lines(problem: Problem, table: Table, num_orders: int) -> Lines:

@@ -144,7 +144,6 @@ class DeviceTypeLayouts:
             held = held[:, :, :1] + (own.last - own.middle)[:, layout, narrow, :1]
         return held
 
-    @memoized
     def _held_between(self, stages: int) -> np.ndarray:
         """The same where none of the stages is the model's first or last."""
         own, behind = self.layouts[stages], np.arange(self.depth - stages + 1)
