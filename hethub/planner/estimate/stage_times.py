@@ -1,15 +1,14 @@
-"""Stages of candidates by themselves in closed form: seconds, samples and memory, for many stages at once.
+"""Stages of candidates by themselves in closed form: seconds, samples and memory, for many stages at once, in arrays as
+in stage_figures.py."""
 
-Arrays are [stage] or [stage, sort]: where a stage has fewer sorts of replicas than others, nobody is of the rest.
-"""
-
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hethub.planner.candidate.candidate import CandidateStage, Pattern, ReplicaGroup
-from hethub.planner.candidate.samples import earliest_finish, largest_able, within
+from hethub.planner.candidate.samples import earliest_finish, within
 from hethub.planner.estimate.costs import UnitCosts, rank_parameters
 from hethub.planner.estimate.memory_model import ENDS, MIDDLE, Coefficients
 from hethub.planner.estimate.memory_probes import Mode
@@ -128,7 +127,8 @@ class StageTimes:
             room = _room(self._coefficients(device_type, tp, size, mode, place), layers, shards, capacity)
             return bool(room.free >= held * max(room.microbatch, 1.0))
 
-        return largest_able(is_able, most)
+        # Mostly the one asked for is; else below one that is able all are.
+        return most if is_able(most) else bisect_left(range(1, most), True, key=lambda size: not is_able(size))
 
     def collective(self, groups: Sequence[ReplicaGroup], zero: int = 1) -> tuple[float, float]:
         """Seconds of a reduce-scatter or an all-gather over replicas, under ZeRO-0 of half an all-reduce: of any, and
