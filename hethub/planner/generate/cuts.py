@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, to_candidate
-from hethub.planner.generate.equal import Arrangements, Cuts, Stages, cut_equally, room_for
+from hethub.planner.generate.equal import Arrangements, Cuts, Stages, cut_equally
 from hethub.planner.generate.table import Table, orders
 from hethub.planner.problem.problem import Problem
 
@@ -124,8 +124,7 @@ def _candidate(problem: Problem, table: Table, tried: Sequence[tuple[int, ...]],
 
 
 def _all_lines(problem: Problem, table: Table, num_orders: int) -> Lines:
-    """Every number of stages that divides a combination's units evenly, in the main orders and side by side, but for
-    what memory has no room for by far."""
+    """Every number of stages that divides a combination's units evenly, in the main orders and side by side."""
     given, units = problem.constraints, table.units
     unlike = (table.counts > 0).sum(axis=1) > 1
     found = [(np.zeros(0, dtype=np.int64), 0, 1)]
@@ -136,8 +135,6 @@ def _all_lines(problem: Problem, table: Table, num_orders: int) -> Lines:
         if given.dp is not None:
             able &= units // stages == given.dp
         rows = np.flatnonzero(able)
-        if table.memory_counts:
-            rows = rows[room_for(problem, table, rows, stages)]
         found += [(rows, order, stages) for order in range(num_orders if stages > 1 else 1)]
         if stages > 1:
             even = unlike[rows] & (table.counts[rows] % stages == 0).all(axis=1)
