@@ -107,19 +107,14 @@ def best_cuts(
 
 def _candidate(problem: Problem, table: Table, tried: Sequence[tuple[int, ...]], cut: Cut) -> Candidate:
     """A cut with its units: device type after device type, or of each as many in every stage."""
-    combination, stages = table.combinations[cut.row], len(cut.layers)
-    beside = cut.order == SIDE_BY_SIDE
+    combination, stages, beside = table.combinations[cut.row], len(cut.layers), cut.order == SIDE_BY_SIDE
     order = sorted(table.used) if beside else tried[cut.order]
     own = [problem.units(device_type, combination.degrees[device_type]) for device_type in order]
-    parts = stages if beside else 1
-    units = [
-        unit
-        for s in range(parts)
-        for some in own
-        for unit in some[s * len(some) // parts : (s + 1) * len(some) // parts]
+    lines = own if beside else [sum(own, ())]  # of each as many in every stage
+    formed = [
+        (layers, [unit for line in lines for unit in line[s * len(line) // stages : (s + 1) * len(line) // stages]])
+        for s, layers in enumerate(cut.layers)
     ]
-    size = len(units) // stages
-    formed = [(layers, units[s * size : (s + 1) * size]) for s, layers in enumerate(cut.layers)]
     return to_candidate(problem, formed, combination)
 
 
