@@ -3,9 +3,8 @@ them."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import NamedTuple
 
 from hethub.planner.problem.problem import Combination, Problem, Unit
@@ -105,8 +104,7 @@ class Candidate:
     stages: tuple[CandidateStage, ...]
     extra_in_flight: int = 0
     even: bool = False  # samples in equal parts, whatever the speeds
-    name: str = ""  # tells candidates apart that carry their plan
-    plan: PlanSpec | None = field(default=None, compare=False)  # evaluated as it stands, not moved about
+    plan: PlanSpec | None = None  # evaluated as it stands, not moved about
     pattern: Pattern = PLAIN
 
     def __hash__(self) -> int:
@@ -114,12 +112,12 @@ class Candidate:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.stages, self.extra_in_flight, self.even, self.name, self.pattern))
+        return hash((self.stages, self.extra_in_flight, self.even, self.pattern))
 
     def with_stages(self, changed: Mapping[int, CandidateStage]) -> "Candidate":
         """The candidate with other stages at these indices."""
         stages = tuple([changed.get(index, stage) for index, stage in enumerate(self.stages)])
-        return Candidate(stages, self.extra_in_flight, self.even, self.name, self.plan, self.pattern)
+        return Candidate(stages, self.extra_in_flight, self.even, self.plan, self.pattern)
 
     @cached_property
     def shape(self) -> object:
@@ -149,13 +147,11 @@ class Candidate:
         return tuple([stage.replicas for stage in self.stages])
 
 
-def to_candidate(
-    problem: Problem, stages: Iterable[tuple[int, int]], units: Sequence[Unit], combination: Combination
-) -> Candidate:
-    """Stages of (layers, number of units) as a candidate: units in line order, micro-batches by device type."""
-    formed, line = [], iter(units)
-    for layers, size in stages:
-        sorts = Counter((unit.device_type, unit.tp) for unit in islice(line, size))
+def to_candidate(problem: Problem, stages: Iterable[tuple[int, Sequence[Unit]]], combination: Combination) -> Candidate:
+    """Stages of (layers, units) as a candidate: micro-batches by device type."""
+    formed = []
+    for layers, units in stages:
+        sorts = Counter((unit.device_type, unit.tp) for unit in units)
         groups = [ReplicaGroup(k, tp, combination.micro_batches[k], number) for (k, tp), number in sorts.items()]
         formed.append(CandidateStage(layers, merged(groups), combination.recompute, problem.usual_zero))
     return Candidate(tuple(formed), pattern=Pattern(problem.schedule))

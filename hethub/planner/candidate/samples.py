@@ -3,7 +3,7 @@
 import heapq
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import permutations
 from typing import NamedTuple
 
@@ -52,15 +52,6 @@ def one_moved(numbers: Sequence[int], least: float = float("-inf")) -> Iterator[
     for giver, taker in permutations(range(len(numbers)), 2):
         if numbers[giver] > least:
             yield tuple(x - (i == giver) + (i == taker) for i, x in enumerate(numbers))
-
-
-def largest_able(is_able: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to `most` that is able, 0 where none is, by bisection: below an able one all are."""
-    low, high, middle = 0, most + 1, most  # it lies in [low, high)
-    while high - low > 1:
-        low, high = (middle, high) if is_able(middle) else (low, middle)
-        middle = (low + high) // 2
-    return low
 
 
 def divide(total: int, workers: Sequence[Worker], least: int = 1) -> list[int]:

@@ -111,7 +111,6 @@ class UnitCosts:
         """Seconds of a layer's backward that zero_bubble puts off: its weights' gradients."""
         return self.layer_costs[device_type].weight_seconds(samples, tp, 1 / tp)
 
-    @memoized
     def all_reduce(self, device_type: int, tp: int, num_bytes: float) -> float:
         """Seconds to sum so much over a unit."""
         if tp == 1:

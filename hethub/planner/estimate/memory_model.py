@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import PLAIN, Pattern
-from hethub.planner.estimate.memory_probes import FEW, Load, Mode, ProbePlans, Probes
+from hethub.planner.estimate.memory_probes import FEW, Load, Mode, Probes
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.software import HETHUB, element_bytes
@@ -102,7 +102,7 @@ class MemoryModel:
 
     @memoized
     def _probes(self, on_cpu: bool, tp: int, pattern: Pattern) -> Probes:
-        return Probes(ProbePlans(self.model, self.seq_len, self.precision, on_cpu, tp, pattern))
+        return Probes(self.model, self.seq_len, self.precision, on_cpu, tp, pattern)
 
 
 def _read(probes: Probes, micro_batch: int, mode: Mode, one: Coefficients | None) -> Coefficients:

@@ -100,8 +100,8 @@ class _ProbeLayout(Layout):
 
 
 @dataclass(frozen=True)
-class ProbePlans:
-    """Plans of a few layers a stage under one schedule, with replicas of `tp` ranks."""
+class Probes:
+    """Plans of a few layers a stage under one schedule, with replicas of `tp` ranks, and bytes of their ranks."""
 
     model: ModelSpec
     seq_len: int
@@ -110,15 +110,75 @@ class ProbePlans:
     tp: int
     pattern: Pattern
 
+    def bytes(self, layers: int, load: Load, mode: Mode, replicas: int = FEW) -> np.ndarray:
+        """Of a rank of the first, a middle and the last of three stages, and of a stage alone, with so many layers each."""
+        return np.array([held for n in ALL_STAGES for held in self._stage_bytes(n, layers, load, mode, replicas)])
+
     @memoized
-    def shards(self, num_stages: int, layers: int, mode: Mode, replicas: int) -> list[Shard]:
+    def shared_state(self, layers: int, mode: Mode) -> np.ndarray:
+        """Of the same ranks, the state that replicas share, before they do: none at ZeRO-0. Read off those that hold
+        least beside it."""
+        if not mode.zero:
+            return np.zeros(4)
+        plain = mode._replace(recompute="none")
+        few, many = (self.bytes(layers, LOADS[0], plain, replicas) for replicas in (FEW, MANY))
+        return (few - many) / (1 / FEW - 1 / MANY)
+
+    @memoized
+    def deferred_wgrad(self, mode: Mode) -> float:
+        """Bytes of one sample that one more microbatch on the first stage lets the second one, of one layer, put off."""
+        one, two = ((load,) * FEW for load in LOADS[:2])
+        first, second = (
+            rank_memory(self._layout([above, one, one], 1, mode), only=(FEW * self.tp,))[0].bytes
+            for above in (one, two)
+        )
+        return float(second - first)
+
+    def _stage_bytes(self, num_stages: int, layers: int, load: Load, mode: Mode, replicas: int) -> list[float]:
+        """Of a rank of every stage."""
+        states = self._states(num_stages, layers, mode.of_state, replicas)
+        found = self._at_work(num_stages, layers, load, mode.of_work, states[0][1].moves)
+        return [
+            float(sum(device_parts(shard, state, fullest, around).values()))
+            for (shard, state), (fullest, around) in zip(states, found, strict=True)
+        ]
+
+    @memoized
+    def _states(self, num_stages: int, layers: int, mode: Mode, replicas: int) -> list[tuple[Shard, Resident]]:
+        """By stage, what stays."""
+        return [
+            (shard, resident(shard, _assignment(shard, 0), on_cpu=self.on_cpu))
+            for shard in self._shards(num_stages, layers, mode, replicas)
+        ]
+
+    @memoized
+    def _at_work(
+        self, num_stages: int, layers: int, load: Load, mode: Mode, moves: Moves
+    ) -> list[tuple[Moment, dict[str, float]]]:
+        """By stage, the fullest moment and what surrounds it; of the state only what moves changes them."""
+        return [
+            (peak(shard, place, needed.microbatches, moves), needed.around)
+            for shard, place, needed in self._works(num_stages, layers, load, mode)
+        ]
+
+    @memoized
+    def _works(self, num_stages: int, layers: int, load: Load, mode: Mode) -> list[tuple[Shard, Assignment, Work]]:
+        """By stage, what microbatches need."""
+        shards = self._shards(num_stages, layers, mode, MANY)
+        places = [_assignment(shard, LOADS.index(load)) for shard in shards]
+        return [
+            (shard, place, work(shard, place, on_cpu=self.on_cpu)) for shard, place in zip(shards, places, strict=True)
+        ]
+
+    @memoized
+    def _shards(self, num_stages: int, layers: int, mode: Mode, replicas: int) -> list[Shard]:
         """By stage, the first rank's cut of it."""
-        layout = self.layout([LOADS[:replicas]] * num_stages, layers, mode)
+        layout = self._layout([LOADS[:replicas]] * num_stages, layers, mode)
         width = element_bytes(HETHUB.math_precision(self.precision))
         widths = rank_widths(self.model, self.tp)[0]
         return [Shard(layout, stage, widths, HETHUB, width) for stage in range(num_stages)]
 
-    def layout(self, loads: Sequence[tuple[Load, ...]], layers: int, mode: Mode) -> Layout:
+    def _layout(self, loads: Sequence[tuple[Load, ...]], layers: int, mode: Mode) -> Layout:
         """A plan with these replicas in each stage, neither checked nor bound: nobody but the memory's formulas sees it."""
         cuts = chunked([layers] * len(loads), self.pattern.chunks)
         stages = tuple(
@@ -150,7 +210,6 @@ class ProbePlans:
         )
         return ClusterSpec(name="probe", emulated=True, nodes=(node,))
 
-    @memoized
     def _stage_replicas(self, stage: int, loads: tuple[Load, ...]) -> tuple[ReplicaSpec, ...]:
         """A stage's, as many in each. All that a replica has is held at once where a schedule runs all forward first;
         else microbatches go before and after those held."""
@@ -164,74 +223,6 @@ class ProbePlans:
             )
             for index, load in enumerate(loads, stage * len(loads))
         )
-
-
-@dataclass(frozen=True)
-class Probes:
-    """Bytes of such plans' ranks."""
-
-    plans: ProbePlans
-
-    def bytes(self, layers: int, load: Load, mode: Mode, replicas: int = FEW) -> np.ndarray:
-        """Of a rank of the first, a middle and the last of three stages, and of a stage alone, with so many layers each."""
-        return np.array([held for n in ALL_STAGES for held in self._stage_bytes(n, layers, load, mode, replicas)])
-
-    @memoized
-    def shared_state(self, layers: int, mode: Mode) -> np.ndarray:
-        """Of the same ranks, the state that replicas share, before they do: none at ZeRO-0. Read off those that hold
-        least beside it."""
-        if not mode.zero:
-            return np.zeros(4)
-        plain = mode._replace(recompute="none")
-        few, many = (self.bytes(layers, LOADS[0], plain, replicas) for replicas in (FEW, MANY))
-        return (few - many) / (1 / FEW - 1 / MANY)
-
-    @memoized
-    def deferred_wgrad(self, mode: Mode) -> float:
-        """Bytes of one sample that one more microbatch on the first stage lets the second one, of one layer, put off."""
-        one, two = ((load,) * FEW for load in LOADS[:2])
-        first, second = (
-            rank_memory(self.plans.layout([above, one, one], 1, mode), only=(FEW * self.plans.tp,))[0].bytes
-            for above in (one, two)
-        )
-        return float(second - first)
-
-    def _stage_bytes(self, num_stages: int, layers: int, load: Load, mode: Mode, replicas: int) -> list[float]:
-        """Of a rank of every stage."""
-        states = self._states(num_stages, layers, mode.of_state, replicas)
-        found = self._at_work(num_stages, layers, load, mode.of_work, states[0][1].moves)
-        return [
-            float(sum(device_parts(shard, state, fullest, around).values()))
-            for (shard, state), (fullest, around) in zip(states, found, strict=True)
-        ]
-
-    @memoized
-    def _states(self, num_stages: int, layers: int, mode: Mode, replicas: int) -> list[tuple[Shard, Resident]]:
-        """By stage, what stays."""
-        return [
-            (shard, resident(shard, _assignment(shard, 0), on_cpu=self.plans.on_cpu))
-            for shard in self.plans.shards(num_stages, layers, mode, replicas)
-        ]
-
-    @memoized
-    def _at_work(
-        self, num_stages: int, layers: int, load: Load, mode: Mode, moves: Moves
-    ) -> list[tuple[Moment, dict[str, float]]]:
-        """By stage, the fullest moment and what surrounds it; of the state only what moves changes them."""
-        return [
-            (peak(shard, place, needed.microbatches, moves), needed.around)
-            for shard, place, needed in self._works(num_stages, layers, load, mode)
-        ]
-
-    @memoized
-    def _works(self, num_stages: int, layers: int, load: Load, mode: Mode) -> list[tuple[Shard, Assignment, Work]]:
-        """By stage, what microbatches need."""
-        shards = self.plans.shards(num_stages, layers, mode, MANY)
-        places = [_assignment(shard, LOADS.index(load)) for shard in shards]
-        return [
-            (shard, place, work(shard, place, on_cpu=self.plans.on_cpu))
-            for shard, place in zip(shards, places, strict=True)
-        ]
 
 
 def _assignment(shard: Shard, replica: int) -> Assignment:

@@ -1,15 +1,14 @@
-"""Stages of candidates by themselves in closed form: seconds, samples and memory, for many stages at once.
+"""Stages of candidates by themselves in closed form: seconds, samples and memory, for many stages at once, in arrays as
+in stage_figures.py."""
 
-Arrays are [stage] or [stage, sort]: where a stage has fewer sorts of replicas than others, nobody is of the rest.
-"""
-
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hethub.planner.candidate.candidate import CandidateStage, Pattern, ReplicaGroup
-from hethub.planner.candidate.samples import earliest_finish, largest_able, within
+from hethub.planner.candidate.samples import earliest_finish, within
 from hethub.planner.estimate.costs import UnitCosts, rank_parameters
 from hethub.planner.estimate.memory_model import ENDS, MIDDLE, Coefficients
 from hethub.planner.estimate.memory_probes import Mode
@@ -40,7 +39,6 @@ class StageTimes:
 
     def __init__(self, problem: Problem, costs: UnitCosts) -> None:
         self.problem, self.costs = problem, costs
-        self._largest: dict[object, int] = {}
         devices, fit = [device_type.accelerator for device_type in problem.device_types], costs.network.fit
         nodes = [problem.cluster.places[device_type.ranks[0]].node for device_type in problem.device_types]
         per_host = problem.cluster.links.staging.per_host_gbytes_per_second
@@ -110,28 +108,27 @@ class StageTimes:
             room,
         )
 
-    def room(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, slack: float = 1.0) -> Room:
-        """What one of the group's ranks has for microbatches, by the closed form."""
-        shards = stage.ranks / own.tp if stage.zero else 1
-        at = self._coefficients(*own[:3], Mode.of(stage, pattern), place)
-        return _room(at, stage.layers, shards, slack * self.problem.capacity(own.device_type))
-
     def largest(
         self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, held: float, slack: float = 1.0
     ) -> int:
         """The largest micro-batch up to that of the group with which its ranks have memory for so many microbatches;
         0 where one sample is too much."""
-        asked = (own[:3], place, pattern, held, slack)
-        key = (stage.layers, stage.recompute, stage.zero, stage.offload, stage.ranks, asked)
-        found = self._largest.get(key)
-        if found is None:
+        shards = stage.ranks / own.tp if stage.zero else 1.0
+        return self._largest(own[:3], Mode.of(stage, pattern), place, stage.layers, shards, held, slack)
 
-            def is_able(size: int) -> bool:
-                room = self.room(stage, own._replace(micro_batch=size), place, pattern, slack)
-                return bool(room.free >= held * max(room.microbatch, 1.0))
+    @memoized
+    def _largest(
+        self, sort: tuple[int, int, int], mode: Mode, place: int, layers: int, shards: float, held: float, slack: float
+    ) -> int:
+        device_type, tp, most = sort
+        capacity = slack * self.problem.capacity(device_type)
 
-            found = self._largest[key] = largest_able(is_able, own.micro_batch)
-        return found
+        def is_able(size: int) -> bool:
+            room = _room(self._coefficients(device_type, tp, size, mode, place), layers, shards, capacity)
+            return bool(room.free >= held * max(room.microbatch, 1.0))
+
+        # Mostly the one asked for is; else below one that is able all are.
+        return most if is_able(most) else bisect_left(range(1, most), True, key=lambda size: not is_able(size))
 
     def collective(self, groups: Sequence[ReplicaGroup], zero: int = 1) -> tuple[float, float]:
         """Seconds of a reduce-scatter or an all-gather over replicas, under ZeRO-0 of half an all-reduce: of any, and

@@ -37,24 +37,22 @@ class P2pCosts:
     @memoized
     def _boundary(self, above: Groups, below: Groups, near: tuple[bool, ...]) -> float:
         return max(
-            self._p2p_seconds(one, two[:3], one.device_type == two.device_type and neighbours)
+            self._p2p_seconds(one, two, one.device_type == two.device_type and neighbours)
             for one, neighbours in zip(above, near, strict=True)
             for two in below
         )
 
-    @memoized
-    def _p2p_seconds(self, sender: ReplicaGroup, receiver: tuple[int, int, int], neighbours: bool) -> float:
+    def _p2p_seconds(self, sender: ReplicaGroup, receiver: ReplicaGroup, neighbours: bool) -> float:
         """Seconds of one microbatch from a replica to another, on one machine or on two of their device types."""
-        device_type, tp, micro_batch = receiver
         one = self.problem.device_types[sender.device_type].machines
-        two = self.problem.device_types[device_type].machines
+        two = self.problem.device_types[receiver.device_type].machines
         source = one[0][0]
         target = one[0][-1] if neighbours else two[-1][0]
         sharing = min(sender.number, max(1, len(one[0]) // sender.tp))
-        tokens = min(sender.micro_batch, micro_batch) * self.problem.batch.seq_len
+        tokens = min(sender.micro_batch, receiver.micro_batch) * self.problem.batch.seq_len
         num_bytes = tokens * self.problem.model.hidden * self.costs.width
         network = self.costs.network
         seconds = network.link(source, target, sharing).seconds(num_bytes)
-        ends = ((one, sender.tp), (two, tp))
+        ends = ((one, sender.tp), (two, receiver.tp))
         told = [network.broadcast(at[0][:width]).seconds(num_bytes) for at, width in ends if width > 1]
         return seconds + max(told, default=0.0)

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from hethub.planner.evaluate.processes import at_once
 from hethub.planner.problem.problem import Problem
 from hethub.planner.problem.scaled import Scale, scaled, scaled_profile
-from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB
@@ -110,7 +109,6 @@ class Outlooks:
         costs = PlanCosts(layout, self.problem.software, packaged(), self.problem.profile)
         return partial(_seconds, Wirings(layout), costs)
 
-    @memoized
     def _with_links(self, part: float) -> Scenario:
         """Links at a part of their rate, and all else as predicted."""
         return self._scenario(_links(part), packaged())

@@ -215,4 +215,4 @@ def _candidate(point: Point, incumbent: Incumbent) -> Candidate:
             candidate = candidate.with_stages({index: replace(stage, nudges=more if any(more) else ())})
         if materialize(candidate, problem, incumbent.costs.unit_costs.worker, None) == plan:
             return candidate
-    return replace(candidate, name=f"point {plan.stages}", plan=plan)
+    return replace(candidate, plan=plan)

@@ -36,19 +36,18 @@ def bottlenecks(incumbent: Incumbent, best: Evaluation, processes: int) -> list[
 
 
 def _relaxations(problem: Problem) -> dict[str, Problem]:
-    cluster = problem.cluster
     names = list(dict.fromkeys(device_type.accelerator.name for device_type in problem.device_types))
     scales = {f"the speed of {name}": Scale(compute={name: RELAXED}) for name in names}
     scales["the accelerators' memory"] = Scale(memory=RELAXED)
     scales["the links inside nodes"] = Scale(in_node=RELAXED)
-    if len({place.machine for place in cluster.places}) > 1:
+    if len({place.machine for place in problem.cluster.places}) > 1:
         scales["the network between nodes"] = Scale(network=RELAXED)
-    if len(cluster.islands) > 1:
+    if len(problem.cluster.islands) > 1:
         scales["the bridge between islands"] = Scale(bridge=RELAXED)
     relaxed = {name: scaled_problem(problem, scale) for name, scale in scales.items()}
     # Twice: a tenth more is seldom divisible by what the batch was chosen for.
     larger = problem.batch._replace(global_batch=2 * problem.batch.global_batch)
-    return {**relaxed, TWICE: problem.on(cluster, larger)}
+    return {**relaxed, TWICE: replace(problem, batch=larger)}
 
 
 def _best_rate(candidates: list[Candidate], relaxed: Problem) -> float:

@@ -3,6 +3,7 @@ alone in its best plan."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.evaluate.incumbent import Incumbent
@@ -56,8 +57,7 @@ def _parts(problem: Problem) -> list[_Part] | None:
         alone = problem.of_device_type(index)
         if not samples or not alone.usable:
             return None
-        own = alone.on(alone.cluster, problem.batch._replace(global_batch=samples))
-        found.append((device_type, own))
+        found.append((device_type, replace(alone, batch=problem.batch._replace(global_batch=samples))))
     return sorted(found, key=lambda part: part[0].ranks[0])
 
 

@@ -3,6 +3,7 @@ it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -142,7 +143,7 @@ def fewer_samples(problem: Problem) -> Iterator[Change]:
     batch = problem.batch
     for part in (2, 4, 8) if not problem.constraints.keep_global_batch else ():
         if samples := batch.global_batch // part:
-            yield Change(f"global_batch {samples}", problem.on(problem.cluster, batch._replace(global_batch=samples)))
+            yield Change(f"global_batch {samples}", replace(problem, batch=batch._replace(global_batch=samples)))
 
 
 def _shorter(problem: Problem) -> Iterator[Change]:
@@ -150,7 +151,7 @@ def _shorter(problem: Problem) -> Iterator[Change]:
     batch = problem.batch
     for eighths in (6, 4, 3, 2, 1):
         if seq_len := batch.seq_len * eighths // 8:
-            yield Change(f"seq_len {seq_len}", problem.on(problem.cluster, batch._replace(seq_len=seq_len)))
+            yield Change(f"seq_len {seq_len}", replace(problem, batch=batch._replace(seq_len=seq_len)))
 
 
 def _more_host_memory(problem: Problem) -> Iterator[Change]:

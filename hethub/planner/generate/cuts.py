@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, to_candidate
-from hethub.planner.generate.equal import Arrangements, Cuts, Stages, cut_equally, room_for
+from hethub.planner.generate.equal import Arrangements, Cuts, Stages, cut_equally
 from hethub.planner.generate.table import Table, orders
 from hethub.planner.problem.problem import Problem
 
@@ -107,23 +107,19 @@ def best_cuts(
 
 def _candidate(problem: Problem, table: Table, tried: Sequence[tuple[int, ...]], cut: Cut) -> Candidate:
     """A cut with its units: device type after device type, or of each as many in every stage."""
-    combination, stages = table.combinations[cut.row], len(cut.layers)
-    beside = cut.order == SIDE_BY_SIDE
+    combination, stages, beside = table.combinations[cut.row], len(cut.layers), cut.order == SIDE_BY_SIDE
     order = sorted(table.used) if beside else tried[cut.order]
     own = [problem.units(device_type, combination.degrees[device_type]) for device_type in order]
-    parts = stages if beside else 1
-    units = [
-        unit
-        for s in range(parts)
-        for some in own
-        for unit in some[s * len(some) // parts : (s + 1) * len(some) // parts]
+    lines = own if beside else [sum(own, ())]  # of each as many in every stage
+    formed = [
+        (layers, [unit for line in lines for unit in line[s * len(line) // stages : (s + 1) * len(line) // stages]])
+        for s, layers in enumerate(cut.layers)
     ]
-    return to_candidate(problem, [(layers, len(units) // stages) for layers in cut.layers], units, combination)
+    return to_candidate(problem, formed, combination)
 
 
 def _all_lines(problem: Problem, table: Table, num_orders: int) -> Lines:
-    """Every number of stages that divides a combination's units evenly, in the main orders and side by side, but for
-    what memory has no room for by far."""
+    """Every number of stages that divides a combination's units evenly, in the main orders and side by side."""
     given, units = problem.constraints, table.units
     unlike = (table.counts > 0).sum(axis=1) > 1
     found = [(np.zeros(0, dtype=np.int64), 0, 1)]
@@ -134,8 +130,6 @@ def _all_lines(problem: Problem, table: Table, num_orders: int) -> Lines:
         if given.dp is not None:
             able &= units // stages == given.dp
         rows = np.flatnonzero(able)
-        if table.memory_counts:
-            rows = rows[room_for(problem, table, rows, stages)]
         found += [(rows, order, stages) for order in range(num_orders if stages > 1 else 1)]
         if stages > 1:
             even = unlike[rows] & (table.counts[rows] % stages == 0).all(axis=1)

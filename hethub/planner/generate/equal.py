@@ -94,19 +94,6 @@ def cut_equally(problem: Problem, table: Table, own: Arrangements) -> Cuts:
     return cuts
 
 
-def room_for(problem: Problem, table: Table, rows: np.ndarray, stages: int) -> np.ndarray:
-    """Whether so many stages together could hold the layers if only one microbatch were held and nothing but layers:
-    what fails here needs no cut. A stage that straddles sorts counts in full for each."""
-    replicas = table.units[rows, None] // stages
-    shards = replicas if problem.usual_zero > 0 else np.ones_like(replicas)
-    memory, counts = table.memory, table.counts[rows]
-    per_layer = memory.layer[rows, :, MIDDLE] + memory.layer_microbatch[rows, :, MIDDLE]
-    per_layer = per_layer + memory.state_layer[rows, :, MIDDLE] / shards
-    most = np.where(counts > 0, np.ceil(counts / replicas) + 1, 0.0)
-    held = np.divide(table.capacity[rows], per_layer, out=np.zeros_like(per_layer), where=counts > 0)
-    return (most * held).sum(axis=1) >= problem.model.layers
-
-
 def _linear(problem: Problem, table: Table, own: Arrangements) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[stage]: busy seconds per layer and beyond the layers, and one microbatch's seconds per layer."""
     samples, composition, rows = problem.batch.global_batch, own.composition, own.rows[own.stages.of]

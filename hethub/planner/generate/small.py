@@ -14,7 +14,6 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.equal import Arrangements, Stages, cut_equally
 from hethub.planner.generate.table import Table
 from hethub.planner.problem.problem import Combination, Problem, Unit
-from hethub.predictor.cost.cache import memoized
 
 MOST_UNITS = 5
 MOST_ESTIMATED = 2_000  # candidates
@@ -49,17 +48,13 @@ class _Arrangement:
     composition: Composition
     layers: Layers
 
-    @memoized
     def candidate(self, layers: Layers) -> Candidate:
         """Of a cut."""
         units = [
-            unit
+            [unit for unit, number in zip(self.examples, counts, strict=True) for _ in range(number)]
             for counts in self.composition
-            for unit, number in zip(self.examples, counts, strict=True)
-            for _ in range(number)
         ]
-        stages = list(zip(layers, map(sum, self.composition), strict=True))
-        return to_candidate(self.problem, stages, units, self.combination)
+        return to_candidate(self.problem, zip(layers, units, strict=True), self.combination)
 
 
 def propose(

@@ -5,7 +5,7 @@ of a stage take together: with micro-batches that come near it no stage waits fo
 """
 
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -144,7 +144,6 @@ class DeviceTypeLayouts:
             held = held[:, :, :1] + (own.last - own.middle)[:, layout, narrow, :1]
         return held
 
-    @memoized
     def _held_between(self, stages: int) -> np.ndarray:
         """The same where none of the stages is the model's first or last."""
         own, behind = self.layouts[stages], np.arange(self.depth - stages + 1)
@@ -157,23 +156,16 @@ class DeviceTypeLayouts:
     def _figures(self, layouts: list[StageLayout]) -> StageLayouts:
         unit_costs, sizes = self.costs.unit_costs, self._sizes(layouts)
 
-        @cache
-        def rate(tp: int, size: int, mode: Recompute) -> list[float]:
-            return [part.total for part in unit_costs.rate(self.device_type, tp, size, mode)]
+        def rate(layout: StageLayout, size: int) -> list[float]:
+            return [part.total for part in unit_costs.rate(self.device_type, layout.tp, size, layout.recompute)]
 
-        @cache
-        def memory(tp: int, size: int, recompute: Recompute) -> np.ndarray:
-            mode = Mode(recompute, self.problem.usual_zero)
-            return np.array(unit_costs.coefficients(self.device_type, tp, size, mode))
+        def memory(layout: StageLayout, size: int) -> Coefficients:
+            mode = Mode(layout.recompute, self.problem.usual_zero)
+            return unit_costs.coefficients(self.device_type, layout.tp, size, mode)
 
-        asked = [
-            [(layout.tp, size, layout.recompute) for layout, size in zip(layouts, own, strict=True)]
-            for own in sizes.tolist()
-        ]
-        rates = np.array(
-            [[rate(*one) for one in own] for own in asked]
-        )  # [microstep, layout, layer, embedding or head]
-        held = np.array([[memory(*one) for one in own] for own in asked])  # [microstep, layout, coefficient, place]
+        rates, held = (  # [microstep, layout, layer, embedding or head] and [microstep, layout, coefficient, place]
+            np.array([list(map(figures, layouts, own)) for own in sizes.tolist()]) for figures in (rate, memory)
+        )
         most = [
             self._most_layers(layouts, sizes, rates / sizes[:, :, None], held[..., place], ends)
             for place, ends in ((MIDDLE, (False, False)), (FIRST, (True, False)), (LAST, (False, True)))

@@ -222,16 +222,20 @@ class Problem:
         return tuple(found)
 
     def of_device_type(self, device_type: int) -> "Problem":
-        """The same problem on a device type's accelerators alone, whose ranks are counted anew."""
-        return self.on(_only(self.cluster, self.device_types[device_type]))
+        """The same problem on a device type's nodes alone, whose ranks are counted anew."""
+        own, cluster = self.device_types[device_type], self.cluster
+        wanted = {cluster.places[rank].node.name for rank in own.ranks}
+        nodes = tuple(node for node in cluster.nodes if node.name in wanted)
+        name = f"{cluster.name}, {own.accelerator.name} ({own.island}) alone"
+        return self.on(cluster.replace(name=name, nodes=nodes, links=cluster.links.among(wanted)))
 
     def with_constraints(self, constraints: ConstraintsSpec) -> "Problem":
         """The same question under other constraints."""
         return replace(self, constraints=constraints)
 
-    def on(self, cluster: ClusterSpec, batch: Batch | None = None) -> "Problem":
-        """The same question on another cluster, or for another batch."""
-        return replace(self, cluster=cluster, batch=batch or self.batch, device_types=collapse(cluster))
+    def on(self, cluster: ClusterSpec) -> "Problem":
+        """The same question on another cluster."""
+        return replace(self, cluster=cluster, device_types=collapse(cluster))
 
 
 def collapse(cluster: ClusterSpec) -> tuple[DeviceType, ...]:
@@ -257,11 +261,3 @@ def _device_type(machines: dict[int, list[Place]]) -> DeviceType:
         machines=tuple(tuple(place.rank for place in places) for places in machines.values()),
         memory_bytes=first.node.usable_memory_bytes,
     )
-
-
-def _only(cluster: ClusterSpec, device_type: DeviceType) -> ClusterSpec:
-    """The nodes of a device type as a cluster of their own."""
-    wanted = {cluster.places[rank].node.name for rank in device_type.ranks}
-    nodes = tuple(node for node in cluster.nodes if node.name in wanted)
-    name = f"{cluster.name}, {device_type.accelerator.name} ({device_type.island}) alone"
-    return cluster.replace(name=name, nodes=nodes, links=cluster.links.among(wanted))

@@ -31,7 +31,6 @@ class Network:
         self.places = cluster.places
         self.between = BetweenMachines(cluster)
         self.machines, self.racks = self.between.machines, self.between.racks
-        self._card_rates: dict[str, float] = {}
         self._ring_rates: dict[tuple[Group, float], list[tuple[Group, float]]] = {}
         self._paths: dict[tuple[int, int, bool], Path] = {}
 
@@ -185,12 +184,6 @@ class Network:
 
     def _cards(self, node: NodeSpec) -> float:
         """Bytes per second of all interfaces of a node, each direction."""
-        found = self._card_rates.get(node.name)
-        if found is None:
-            found = self._card_rates[node.name] = self._card_rate(node)
-        return found
-
-    def _card_rate(self, node: NodeSpec) -> float:
         measured = self._measured("between_nodes", "send")
         if measured is not None:
             return measured.gbytes_per_second * 1e9 * node.nics
@@ -301,7 +294,10 @@ class Network:
                 if count > 1
             ]
         if len(nodes) > 1:
-            rates += [max(least, self._cards(node)) / min(sharing, node.accelerators) for node in nodes]
+            rates += [
+                max(least, self.rate(Resource("cards", machine))) / min(sharing, node.accelerators)
+                for node, (machine, _) in zip(nodes, group.machines, strict=True)
+            ]
             passed = self.between.of_ring(group)
             rates += [self.rate(resource) / (sharing * self.between.like(resource, group)) for resource in passed]
         return min(rates) if rates else max(least, 1e30)
@@ -382,7 +378,7 @@ class Network:
                 seconds.append(here / max(least, self.rate(Resource("bridge", machine))))
             elif self._has_cards(node):
                 here += num_bytes * inside.get(island, 0.0) * min(sharing, node.accelerators)
-                seconds.append(here / max(least, self._cards(node)))
+                seconds.append(here / max(least, self.rate(Resource("cards", machine))))
         return max(*seconds, num_bytes * sharing * self._beyond_machines(group, operation))
 
     def staged_part(self, group: Group, operation: Operation) -> float:

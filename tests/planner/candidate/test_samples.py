@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hethub.planner.candidate.samples import Worker, divide, earliest_finish, largest_able
+from hethub.planner.candidate.samples import Worker, divide, earliest_finish
 
 workers = st.builds(
     lambda b, first, more: Worker(b, tuple(first + more * i for i in range(b))),
@@ -39,7 +39,3 @@ def test_the_earliest_finish_is_that_of_the_best_division(per_sample, total):
     for case in (earliest_finish(total, own, numbers), earliest_finish(total, own[:, :-1], numbers[:-1])):
         assert (case <= best * (1 + 1e-6)).all()
         assert (case >= best * (1 - 1e-6)).all()
-
-
-def test_the_largest_that_is_able_is_found():
-    assert [largest_able(lambda n, top=top: n <= top, 9) for top in (0, 1, 5, 9, 12)] == [0, 1, 5, 9, 9]

@@ -9,8 +9,9 @@ import pytest
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
+from hethub.planner.estimate.memory_probes import Mode
 from hethub.planner.estimate.stage_figures import Placed
-from hethub.planner.estimate.stage_times import StageTimes
+from hethub.planner.estimate.stage_times import StageTimes, _room
 from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
@@ -115,7 +116,9 @@ def test_stages_of_unlike_widths_are_estimated_together_as_alone() -> None:
         width = len(one.stage.groups)
         assert division.taken[index, :width].tolist() == alone[1].taken[0].tolist()
         for sort, group in enumerate(one.stage.groups):
-            allowed = times.room(one.stage, group, one.place, one.pattern, slack=1.02)
+            at = times._coefficients(*group[:3], Mode.of(one.stage, one.pattern), one.place)
+            shards = one.stage.ranks / group.tp if one.stage.zero else 1
+            allowed = _room(at, one.stage.layers, shards, 1.02 * asked.capacity(group.device_type))
             assert [figure[index, sort] for figure in room] == pytest.approx(list(allowed))
 
 

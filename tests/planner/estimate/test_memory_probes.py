@@ -7,7 +7,7 @@ import pytest
 from hethub.planner.candidate.candidate import Pattern
 from hethub.planner.candidate.materialize import chunked
 from hethub.planner.estimate.memory_model import MemoryModel
-from hethub.planner.estimate.memory_probes import FEW, LOADS, MANY, Load, Mode, ProbePlans, Probes
+from hethub.planner.estimate.memory_probes import FEW, LOADS, MANY, Load, Mode, Probes
 from hethub.predictor import rank_memory
 from hethub.spec.layout.bind import ALL_IN_FLIGHT, bind
 from hethub.spec.model import ModelSpec
@@ -64,7 +64,7 @@ def whole(
 @pytest.mark.parametrize("vendor", ["cpu", "nvidia"])
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("layered", 1), ("ministages", 2)])
 def test_ranks_of_probes_hold_what_the_predictor_says_in_every_mode(model, vendor, schedule, chunks):
-    probes = Probes(ProbePlans(model, SEQ_LEN, "bf16", vendor == "cpu", TP, Pattern(schedule, chunks)))
+    probes = Probes(model, SEQ_LEN, "bf16", vendor == "cpu", TP, Pattern(schedule, chunks))
     modes = product(range(4), OFFLOADS, ("none", "selective", "full"))
     for zero, offload, recompute in modes:
         mode = Mode(recompute, zero, offload, Pattern(schedule, chunks))

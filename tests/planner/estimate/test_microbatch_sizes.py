@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import ONLY
 from hethub.planner.estimate.microbatch_sizes import even, fitted, resized
@@ -71,3 +71,17 @@ def test_the_largest_microbatch_does_not_depend_on_what_was_asked_before():
 
     assert sizes(narrow, wide) == sizes(wide, narrow) == sizes(narrow) | sizes(wide)
     assert sizes(wide)[wide] > sizes(narrow)[narrow]
+
+
+def test_the_largest_microbatch_is_the_same_up_to_whatever_size_above_it():
+    problem = pose(TINY, cluster(("amd", 1, 0.1, 1.45)), Batch(64, 128, "fp32"))
+    times = Estimator(problem).times
+
+    def largest(asked: int, held: int = 1) -> int:
+        own = ReplicaGroup(0, 1, asked, 1)
+        return times.largest(CandidateStage(TINY.layers, (own,)), own, ONLY, Pattern("1f1b"), held)
+
+    most = largest(64)
+    assert 2 < most < 63
+    assert [largest(asked) for asked in range(1, 65)] == [min(asked, most) for asked in range(1, 65)]
+    assert largest(64, held=1_000_000) == 0

@@ -43,7 +43,7 @@ def test_a_plan_is_evaluated_once_for_all_candidates_that_mean_it():
     problem = mixed()
     incumbent = incumbent_of(problem)
     (evaluation, *_) = [v for v in every_plan(problem) if len(v.plan.stages) == 1]
-    one, other = (incumbent.consider(replace(evaluation.candidate, name=name)) for name in ("", "again"))
+    one, other = (incumbent.consider(replace(evaluation.candidate, plan=plan)) for plan in (None, evaluation.plan))
     assert one.plan is other.plan
     assert one.prediction is other.prediction
     assert one.candidate != other.candidate

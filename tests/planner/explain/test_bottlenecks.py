@@ -53,7 +53,7 @@ def test_a_whole_plan_does_not_stand_for_twice_the_batch() -> None:
     assert best is not None
     whole = replace(best.candidate, plan=best.plan)
     other = next(each.candidate for each in movable(incumbent) if each.candidate != best.candidate)
-    twice = problem.on(problem.cluster, Batch(32, 64, "fp32"))
+    twice = replace(problem, batch=Batch(32, 64, "fp32"))
     assert _best_rate([whole, other], twice) == _best_rate([other], twice)
 
 

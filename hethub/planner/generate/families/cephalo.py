@@ -41,24 +41,24 @@ def _every(problem: Problem, unit_costs: UnitCosts) -> Iterator[Candidate]:
     for recompute in problem.recomputes:
         for offload in offloads:
             wanted = StageChoice((), zero, recompute, offload)
-            most, stage, cut = _largest(problem, unit_costs, state, wanted, schedule)
+            stage, cut = _largest(problem, unit_costs, state, wanted, schedule)
             if stage is not None:
-                yield candidate_of(problem, f"cephalo {recompute} {offload} {most}", schedule, stage)
+                yield candidate_of(problem, schedule, stage)
                 if not cut and not stage.state_shares:
                     break  # more room would change nothing
 
 
 def _largest(
     problem: Problem, unit_costs: UnitCosts, state: float, wanted: StageChoice, schedule: ScheduleName
-) -> tuple[int, StageChoice | None, bool]:
-    """The largest micro-batch with which all fit, the stage, and whether memory took something of what would be
+) -> tuple[StageChoice | None, bool]:
+    """The stage with the largest micro-batch with which all fit, and whether memory took something of what would be
     fastest; no stage where none fits."""
     for most in reversed(problem.micro_batches):
         curves = _curves(problem, unit_costs, wanted.recompute, most)
         stage, cut = _stage(problem, curves, state, wanted, schedule)
         if stage is not None:
-            return most, stage, cut or most < problem.micro_batches[-1]
-    return 0, None, True
+            return stage, cut or most < problem.micro_batches[-1]
+    return None, True
 
 
 def _stage(

@@ -56,11 +56,10 @@ def propose_whole(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
         if zero >= 2
         for steps in _shared_steps(problem, costs, recompute, zero)
     ]
-    for index, (steps, recompute, zero) in enumerate(nsmallest(EVALUATED, found)):
+    for steps, recompute, zero in nsmallest(EVALUATED, found):
         replicas = _replicas(problem, steps)
         if replicas is not None:
-            stage = StageChoice(replicas, zero, recompute)
-            yield candidate_of(problem, f"poplar zero {zero} {recompute} {index}", "1f1b", stage)
+            yield candidate_of(problem, "1f1b", StageChoice(replicas, zero, recompute))
 
 
 def _is_allowed(problem: Problem) -> bool:

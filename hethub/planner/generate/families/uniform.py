@@ -1,12 +1,14 @@
 """`uniform`: the base line. One TP, DP and PP degree, even layers, even samples, ranks in the cluster's order."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, merged
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.ranges import split
+
+Sort = tuple[tuple[tuple[int, int], int], ...]  # a stage's units: ((device type, TP degree), how many)
 
 
 def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
@@ -27,12 +29,12 @@ def units_in_order(problem: Problem, tp: int) -> list[Unit]:
     return sorted(units, key=lambda unit: unit.ranks)
 
 
-def groups_of(problem: Problem, sorts: Mapping[tuple[int, int], int], micro_batch: int) -> tuple[ReplicaGroup, ...]:
+def groups_of(problem: Problem, sorts: Sort, micro_batch: int) -> tuple[ReplicaGroup, ...]:
     """Counted units as a stage's replicas, all with one micro-batch, or what their device type measured to fit."""
     return merged(
         [
             ReplicaGroup(device_type, tp, problem.at_most(device_type, micro_batch), number)
-            for (device_type, tp), number in sorts.items()
+            for (device_type, tp), number in sorts
         ]
     )
 
@@ -49,7 +51,7 @@ def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Cand
         )
         if micro_batch * replicas > problem.batch.global_batch or not fits:
             break
-        held = {own: groups_of(problem, dict(own), micro_batch) for own in set(sorts)}
+        held = {own: groups_of(problem, own, micro_batch) for own in set(sorts)}
         for recompute in problem.recomputes:
             formed = [CandidateStage(layers, held[sort], recompute, problem.usual_zero) for layers, sort in sized]
             yield Candidate(tuple(formed), even=True, pattern=Pattern(problem.schedule))

@@ -25,11 +25,11 @@ class Held(NamedTuple):
     fixed: int
 
 
-def candidate_of(problem: Problem, name: str, schedule: ScheduleName, stage: StageChoice) -> Candidate:
+def candidate_of(problem: Problem, schedule: ScheduleName, stage: StageChoice) -> Candidate:
     """The plan as a candidate that is evaluated as it stands."""
     groups = merged([ReplicaGroup(own.unit.device_type, 1, own.micro_batch, 1) for own in stage.replicas])
     formed = CandidateStage(problem.model.layers, groups, stage.recompute, stage.zero)
-    return Candidate((formed,), name=name, plan=plan_of(problem, schedule, [formed.layers], [stage]))
+    return Candidate((formed,), plan=plan_of(problem, schedule, [formed.layers], [stage]))
 
 
 def shared_bytes(problem: Problem, zero: int) -> float:

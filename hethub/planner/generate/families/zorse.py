@@ -18,7 +18,7 @@ from hethub.planner.candidate.candidate import Candidate, CandidateStage, Patter
 from hethub.planner.candidate.materialize import materialize
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.generate.families.uniform import groups_of, units_in_order
+from hethub.planner.generate.families.uniform import Sort, groups_of, units_in_order
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor.memory.ranks import all_fit, rank_memory
 from hethub.spec.layout.bind import Layout
@@ -45,7 +45,7 @@ def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
         sorts = _by_memory(problem, list(map(count, parts)))
         if problem.allows([sum(units for _, units in own) for own in sorts]):
             for micro_batch in problem.micro_batches:
-                groups = {own: groups_of(problem, dict(own), micro_batch) for own in set(sorts)}
+                groups = {own: groups_of(problem, own, micro_batch) for own in set(sorts)}
                 for recompute in problem.recomputes:
                     yield _candidate(problem, costs.unit_costs, [groups[own] for own in sorts], recompute)
 
@@ -87,7 +87,6 @@ def _fits(problem: Problem, costs: Estimator, candidate: Candidate) -> bool:
 
 
 Part = tuple[int, ...]  # a group of the graph's nodes
-Sort = tuple[tuple[tuple[int, int], int], ...]  # a group's accelerators: ((device type, TP degree), how many)
 Cut = tuple[float, list[int]]  # its weight and one side
 
 
