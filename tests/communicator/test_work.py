@@ -5,10 +5,13 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from hethub.communicator.bridge.messages import PointToPoint
+from hethub.communicator.counters import Counters
 from hethub.communicator.work import AllOf, CallbackThreads, HethubWork, Job, NativeWork, Operation, Worker
 from hethub.spec.errors import BadInput, RunFailed
 
@@ -251,3 +254,18 @@ def test_a_profilers_range_ends_before_the_operation():
     work.end_profiled = lambda: done.append(work.is_completed())
     work.finish()
     assert done == [False]
+
+
+def test_a_message_that_cannot_begin_names_its_peer_by_the_rank_in_the_world():
+    """Not by the place in its group, of which there are others in other groups."""
+
+    def closed(*given):
+        raise RuntimeError("Connection closed by peer")
+
+    process = SimpleNamespace(
+        rank=4, islands=[[4], [7]], counters=Counters(), stager=lambda: SimpleNamespace(on_device=lambda tensor: False)
+    )
+    messages = PointToPoint(None, process, [4, 7], "a group")
+    operation = Operation(name="recv", group="a group", rank=4, explainer=Nobody())
+    with pytest.raises(RunFailed, match="recv in a group failed on rank 4 with rank 7: "):
+        messages._start(closed, torch.ones(1), torch.ones(1), 1, 0, operation)

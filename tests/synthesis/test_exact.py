@@ -7,10 +7,15 @@ import torch
 import torch.nn as nn
 
 from hethub.synthesis.capture.trace import trace
+from hethub.synthesis.graph import Graph
+from hethub.synthesis.lower import Step
+from hethub.synthesis.pieces import Summing
 from hethub.synthesis.planning import plan_graph
+from hethub.synthesis.program import Program
 from tests.support.ranks import run_ranks
 from tests.synthesis.clusters import cluster, random_cluster
-from tests.synthesis.exact import Outcome, check, random_program, reference, reference_of, train
+from tests.synthesis.exact import Holder, Outcome, check, random_program, reference, reference_of, train
+from tests.synthesis.test_state import Scaled, small
 
 ISLANDS = [[0, 2], [1], [3]]
 
@@ -127,3 +132,43 @@ def test_casts_of_the_trace_are_part_of_the_step() -> None:
         (((losses, *_),),) = run_ranks(1, under, setting, graph, named, inputs, [program], 1)
         assert losses == [loss]
     assert abs(loss - float(module(*inputs).detach())) > 1e-4
+
+
+Found = tuple[list[float], bool, int]
+
+
+def step_twice(world: Any, graph: Graph, programs: list[Program]) -> list[Found]:
+    """By program: how far gradients of two calls are from twice those of one, whether all lie in order (fused optimizers go
+    through memory), and the most scattered sums of gradients that were under way at once."""
+    torch.manual_seed(0)
+    named = {name: value.detach() for name, value in Scaled().double().state_dict().items()}
+    most, begin = [0], Step._sum
+
+    def noted(self: Step, *given: Any) -> Summing:
+        summing = begin(self, *given)
+        most[0] = max(most[0], sum(each.is_scattered and each._work is not None for each in (*given[-1], summing)))
+        return summing
+
+    Step._sum = noted  # type: ignore[method-assign]
+    results = []
+    for program in programs:
+        step, most[0] = Step(Holder(named, set(graph.parameters)), graph, program, world.default_group), 0
+        inputs = small(0)[1]
+        step(*inputs)
+        once = step.gradients()
+        in_order = all(shard.grad.is_contiguous() for shard in step.parameters() if shard.grad is not None)
+        step(*inputs)
+        twice = step.gradients()
+        apart = [float((twice[name] - 2 * value).abs().max()) for name, value in once.items()]
+        results.append((apart, in_order, most[0]))
+    return results
+
+
+def test_gradients_are_added_up_in_order_and_scattered_one_at_a_time() -> None:
+    torch.manual_seed(0)
+    graph = trace(Scaled().double(), small(0)[1])
+    programs = [random_program(graph, cluster([1.0, 2.0]), seed) for seed in range(12)]
+    for found in run_ranks(2, step_twice, graph, programs):
+        assert all(apart and max(apart) < 1e-12 for apart, _, _ in found)
+        assert all(in_order for _, in_order, _ in found)
+        assert max(most for _, _, most in found) == 1

@@ -43,8 +43,8 @@ def own_files(folder: Path, rank: int) -> list[str]:
     return [path.name for path in folder.glob(f"__{rank}_*")] + ([METADATA, INDEX] if rank == 0 else [])
 
 
-class IndexedWriter(dcp.FileSystemWriter):
-    """DCP's writer, which on the coordinator leaves the index too."""
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer, which says what the system refused."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         """As DCP's. Raises OSError with what the system refused, where torch.save's end would hide it."""
@@ -53,6 +53,10 @@ class IndexedWriter(dcp.FileSystemWriter):
         except RuntimeError as error:
             refused = error.__context__
             raise (refused if isinstance(refused, OSError) else error) from None
+
+
+class IndexedWriter(Writer):
+    """A writer that on the coordinator leaves the index too."""
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)

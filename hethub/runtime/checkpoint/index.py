@@ -71,7 +71,7 @@ class IndexEntry(Spec):
     def touching(self, start: int, stop: int) -> Iterator[SavedChunk]:
         """The chunks that hold elements of [start, stop)."""
         first = bisect_right(self.chunks, start, key=lambda chunk: chunk.offset) - 1
-        return takewhile(lambda chunk: chunk.offset < stop, islice(self.chunks, max(first, 0), None))
+        return takewhile(lambda chunk: chunk.offset < stop, islice(self.chunks, first, None))
 
 
 class CheckpointIndex(Spec):

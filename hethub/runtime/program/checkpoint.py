@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from hethub.communicator import World
 from hethub.runtime.checkpoint import integrity
+from hethub.runtime.checkpoint.dcp import Writer
 from hethub.runtime.checkpoint.index import METADATA
 from hethub.runtime.checkpoint.manager import CheckpointFolder, Marks
 from hethub.runtime.checkpoint.record import RECORD
@@ -70,7 +71,7 @@ class ProgramCheckpoints(CheckpointFolder):
         )
 
     def _write(self, partial: Path, parts: Sequence[Part]) -> None:
-        writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
+        writer = Writer(partial, per_thread_copy_ahead=0)
         dcp.save({}, storage_writer=writer, planner=_SavePlanner(parts), process_group=self._group)
 
     def _finish(self, partial: Path, record: dict[str, Any]) -> Marks:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hethub.communicator import World
@@ -28,6 +29,7 @@ from hethub.spec.model import ModelSpec
 from hethub.synthesis.lower import Step
 
 WEIGHTS, FIRST_MOMENT, SECOND_MOMENT = "weights", "exp_avg", "exp_avg_sq"
+ALIKE_EVERY = 100  # steps after which what all ranks have whole becomes rank 0's again
 
 
 def on_device(rows: TokenBatch, device: Device) -> Batch:
@@ -100,6 +102,8 @@ class ProgramTrainer:
                 "the data; the last checkpoint is not affected.",
             )
         self._update(step, shards, clip_scale(outcome.grad_norm, self._train.grad_clip))
+        if step % ALIKE_EVERY == 0:
+            self._make_alike(shards)
         return outcome
 
     def flush(self) -> None:
@@ -123,6 +127,15 @@ class ProgramTrainer:
             for group in self._optimizer.param_groups:
                 group["lr"] = self.schedule.rate(step)
             self._optimizer.step()
+
+    @torch.no_grad()
+    def _make_alike(self, shards: dict[str, torch.nn.Parameter]) -> None:
+        """What all ranks have whole becomes rank 0's, as after a resume: each steps its own copy, and devices of unlike
+        makers round unlike."""
+        for name, state in self._states():
+            if self.step.is_whole(name):
+                for tensor in (shards[name].detach(), state[FIRST_MOMENT], state[SECOND_MOMENT]):
+                    dist.broadcast(tensor, group=self._world.default_group, group_src=0)
 
     @property
     def memory_bytes(self) -> int:

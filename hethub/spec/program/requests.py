@@ -32,7 +32,7 @@ def check_plannable(job: Job) -> None:
     wanted = {
         "profile": spec.profile is not None,
         "measure": spec.measure == "always",
-        "replan": spec.replan == "auto",
+        "replan": spec.replan in ("report", "auto"),
         "train.compile": spec.train.compile,
         "drift": spec.drift != StragglerSpec(),
         "parity": spec.parity == "report",

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -174,3 +175,44 @@ def test_operations_give_their_blocks_back(islands, staged):
     for at_first, more in run_ranks(3, blocks_made, islands=islands, staged_ranks=staged, timeout_seconds=60):
         assert at_first > 0
         assert more < 8, (at_first, more)
+
+
+class Pinning(Device):
+    """Counts what is pinned."""
+
+    pinned: ClassVar[list[int]] = []
+
+    def pin(self, memory: torch.Tensor) -> None:
+        self.pinned.append(memory.data_ptr())
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        self.pinned.remove(memory.data_ptr())
+
+
+def linked() -> tuple[ShmLink, ShmLink]:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    device = Pinning(vendor="cpu")
+    return ShmLink(one, 1, device), ShmLink(other, 0, device)
+
+
+def test_blocks_are_unpinned_before_their_memory_goes() -> None:
+    near, far = linked()
+    near.send(torch.ones(100_000), 7)
+    block, _ = far.take(7, far.expect(7))
+    assert bool((block.view(400_000, torch.float32) == 1).all())
+    assert len(Pinning.pinned) == 2  # each side maps it
+    near.close()
+    far.close()
+    assert Pinning.pinned == []
+
+
+def test_what_a_peer_sent_before_it_left_is_read_though_it_left_bells_unread() -> None:
+    near, far = linked()
+    far.send(torch.arange(10.0), 7)
+    near.send(torch.ones(10), 8)
+    far.close()
+    carried, num_bytes = near.take(7, near.expect(7))
+    assert carried.view(num_bytes, torch.float32).tolist() == list(range(10))
+    with pytest.raises(PeerError, match="connection closed"):
+        near.take(7, near.expect(7))
+    near.close()

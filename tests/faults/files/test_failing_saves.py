@@ -1,9 +1,10 @@
-"""Checkpoints that fail in the background, on two ranks: said at once, tried again, and the end only where that fails."""
+"""Checkpoints that fail on two ranks: in the background said at once, tried again, and the end only where that fails."""
 
 import errno
 import functools
 import json
 import os
+import resource
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 from hethub.runtime.checkpoint import CheckpointManager
 from hethub.runtime.loop.trainer import Trainer
+from hethub.runtime.program.checkpoint import ProgramCheckpoints
+from tests.runtime.program.test_program_jobs import write_program_job
 from tests.support.command import Ended, ranks
 from tests.support.job_files import write_pair_job
 
@@ -97,3 +100,30 @@ def test_a_save_that_fails_for_good_ends_the_run_at(job: Path, steps: int, last:
     ended, _ = train(job, FULL, range(4, 100), "--set", f"train.steps={steps}")
     assert [rank.exit_code for rank in ended] == [1, 1]
     assert ended[0].paragraphs[0].startswith(f"hethub: checkpoint of step {last} could not be written: rank 1: ")
+
+
+def short_files_on_rank_1(rank: int) -> None:
+    """While a program's checkpoint is written there."""
+    write = ProgramCheckpoints._write
+
+    def write_short(self: Any, partial: Path, parts: Any) -> None:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most[1]))
+        try:
+            write(self, partial, parts)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, most)
+
+    if rank == 1:
+        ProgramCheckpoints._write = write_short  # type: ignore[method-assign]
+
+
+def test_what_refused_a_programs_checkpoint_is_named(tmp_path: Path) -> None:
+    """It was said of the place in the file where torch.save stood then."""
+    job = write_program_job(tmp_path / "job", "Words", size=2)
+    ended = ranks(2, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=short_files_on_rank_1)
+    assert [rank.exit_code for rank in ended] == [1, 1]
+    (said,) = [paragraph for rank in ended for paragraph in rank.paragraphs]
+    assert f"rank 1: [Errno {errno.EFBIG}] {os.strerror(errno.EFBIG)}" in said
+    assert "Make room or allow it there." in said
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())

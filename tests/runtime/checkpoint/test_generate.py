@@ -2,21 +2,24 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from hethub.kernels.bodies import choose
 from hethub.runtime.checkpoint import export as module
 from hethub.runtime.checkpoint import integrity
-from hethub.runtime.checkpoint.export import export
-from hethub.runtime.checkpoint.generate import _prompt_ids, generate
+from hethub.runtime.checkpoint.export import export, with_newest
+from hethub.runtime.checkpoint.generate import Generator, _prompt_ids, generate
 from hethub.runtime.checkpoint.index import _Window
 from hethub.runtime.data.tokenise import tokenise
 from hethub.runtime.data.tokenizer import byte_tokenizer, load_tokenizer
+from hethub.runtime.model.layers import KeyValues
 from hethub.spec.errors import BadInput
 from tests.cli.test_hugging_face import folder_of
 from tests.runtime.data.test_sources import save_tokenizer, save_with_beginning
@@ -72,6 +75,29 @@ def test_greedy_text_is_that_of_the_exported_folder(run: Path, tmp_path: Path) -
     assert (model.config.eos_token_id, model.generation_config.eos_token_id, tokenizer.eos_token_id) == (END,) * 3
 
 
+def test_every_token_stands_where_it_does_in_the_exported_folder(run: Path, tmp_path: Path) -> None:
+    """Greedy text of a model this small says little of places: it is the same wherever its tokens stand."""
+    model, _ = exported(run, tmp_path / "hf")
+    ids = [(7 * place) % 256 for place in range(20)]
+    theirs = model(torch.tensor([ids])).logits[0]
+    generator, past = with_newest(run, lambda trained: Generator(trained, torch.device("cpu"))), KeyValues()
+    ours = [generator.logits(ids[:12], 0, past), *(generator.logits([ids[n]], n, past) for n in range(12, 20))]
+    torch.testing.assert_close(torch.stack(ours), theirs[11:])
+
+
+def test_text_is_drawn_from_behind_all_that_went_before(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[tuple[int, int]] = []
+    logits = Generator.logits
+
+    def noted(self: Generator, ids: list[int], start: int, past: KeyValues) -> torch.Tensor:
+        places.append((start, len(ids)))
+        return logits(self, ids, start, past)
+
+    monkeypatch.setattr(Generator, "logits", noted)
+    assert "".join(generate(run, "abc", tokens=3, temperature=0.0, seed=1))
+    assert places == [(0, 3), (3, 1), (4, 1)]
+
+
 def test_text_waits_for_no_compiler(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would make programs for the length of every prompt, on a device."""
     made: list[Any] = []
@@ -100,6 +126,19 @@ def test_a_prompt_begins_as_the_runs_documents_do(tmp_path: Path) -> None:
     data = {"source": "text", "path": "words.txt", "tokenizer": "tokenizer.json", "bos": False}
     run = trained(tmp_path, data=data)
     check_refused(ranks(1, "generate", run, "", cwd=tmp_path), "the prompt is empty")
+
+
+def test_a_prompt_may_fill_what_the_model_takes(run: Path) -> None:
+    assert generated(run, "--tokens", 4, prompt="a" * 60).startswith("a" * 60)
+    check_refused(ranks(1, "generate", run, "a" * 61, "--tokens", 4, cwd=run.parent), "more than the 64")
+
+
+@pytest.mark.parametrize(("vocab", "is_known"), [(3, False), (4, True)])
+def test_a_prompt_knows_the_models_tokens_alone(vocab: int, *, is_known: bool, tmp_path: Path) -> None:
+    save_with_beginning(tmp_path / "tokenizer.json")
+    trained: Any = SimpleNamespace(record=SimpleNamespace(model=SimpleNamespace(vocab=vocab, max_seq_len=8)))
+    with nullcontext() if is_known else pytest.raises(BadInput, match=r"has token id 3, but .* ends at 3"):
+        _prompt_ids("a b", load_tokenizer("tokenizer.json", tmp_path), trained, 1)
 
 
 def test_what_is_drawn_follows_the_seed(run: Path) -> None:
@@ -179,7 +218,8 @@ def copied(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "copied"))
 
 
-def test_text_ends_where_transformers_ends_it(copied: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("says", ["the data's tokenizer", "the folder that training started from"])
+def test_text_ends_where_transformers_ends_it(copied: Path, tmp_path: Path, says: str) -> None:
     export(copied, tmp_path / "hf")
     model = transformers().LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
     ids, options = torch.tensor([list(PROMPT.encode())]), {"do_sample": False, "pad_token_id": END}
@@ -188,10 +228,15 @@ def test_text_ends_where_transformers_ends_it(copied: Path, tmp_path: Path) -> N
     (ended,) = model.generate(ids, max_new_tokens=40, eos_token_id=end, **options)
     assert ended[-1] == end
     assert len(ended) < len(on)
-    newest = copied / "checkpoints" / "step-3"
-    record = json.loads((newest / "record.json").read_text())
-    (newest / "record.json").write_text(json.dumps(record | {"end_of_document": end}))
-    sign(newest)
+    if says == "the data's tokenizer":
+        newest = copied / "checkpoints" / "step-3"
+        record = json.loads((newest / "record.json").read_text())
+        (newest / "record.json").write_text(json.dumps(record | {"end_of_document": end}))
+        sign(newest)
+    else:
+        (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, end]}))
+        job = yaml.safe_load((copied / "job.yaml").read_text())
+        (copied / "job.yaml").write_text(yaml.safe_dump({**job, "model": f"hf:{tmp_path / 'hf'}"}))
     text = "".join(generate(copied, PROMPT, tokens=40, temperature=0.0, seed=1))
     assert text == bytes(ended[len(PROMPT) : -1].tolist()).decode(errors="replace")
 

@@ -197,3 +197,10 @@ def test_the_standard_library_is_kept_for_its_python_and_not_as_bytes(
 def test_bytes_need_a_vocabulary_of_257() -> None:
     with pytest.raises(BadInput, match="token id 256 does not exist in the model's vocabulary of 256"):
         open_dataset(DataSpec(), Path(), seq_len=128, seed=1, vocab=256)
+
+
+def test_a_token_that_a_header_did_not_promise_is_refused_where_it_is_read() -> None:
+    """On a GPU it would end in an opaque fault of the embedding."""
+    lying = replace(dataset(num_tokens=1001).streams[0], max_token=500, vocab=1000)
+    with pytest.raises(BadInput, match="token id 1000 does not exist in the model's vocabulary of 1000"):
+        Dataset([lying]).samples(0, lying.num_windows, 0, lying.num_windows)

@@ -97,11 +97,13 @@ def resume_options(run: Path, is_new: bool) -> list[Any]:
     return ["--run-dir", run] if is_new else ["--resume", run, "--accept-changes"]
 
 
-@pytest.mark.slow
-def test_five_resumes_under_five_plans_take_every_sample_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "legs", [pytest.param(LEGS, marks=pytest.mark.slow, id="five"), pytest.param([LEGS[0], LEGS[5]], id="one")]
+)
+def test_resumes_under_other_plans_and_batches_take_every_sample_once(legs: list[Any], tmp_path: Path) -> None:
     folder, run = tmp_path / "job", tmp_path / "run"
     seen: dict[tuple[int, int], list[int]] = {}
-    for size, stages, factor, steps in LEGS:
+    for size, stages, factor, steps in legs:
         train(folder, run, size, stages, factor, steps)
         for path in folder.glob("samples-*.jsonl"):
             for line in path.read_text().splitlines():
@@ -110,10 +112,13 @@ def test_five_resumes_under_five_plans_take_every_sample_once(tmp_path: Path) ->
             path.unlink()
     data = open_dataset(DataSpec(**write_sources(folder)), folder, seq_len=SEQ_LEN, seed=1, vocab=272)
     expected = Counter(map(tuple, data.batch(0, len(seen), 0, len(seen)).inputs.tolist()))
-    assert len(seen) == 8 * (3 + 2 * 2 + 1 + 3 * 2 + 3 + 2 * 2)
+    ends = [0, *(steps for *_, steps in legs)]
+    assert len(seen) == sum(
+        8 * factor * (last - first) for (first, last), (_, _, factor, _) in zip(pairwise(ends), legs, strict=True)
+    )
     assert Counter(map(tuple, seen.values())) == expected
     rates = [json.loads(line)["lr"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert len(rates) == LEGS[-1][-1]
+    assert len(rates) == ends[-1]
     # Each leg has a later train.steps: the rate fell when the first one ended, and nothing lifted it.
     assert all(later <= earlier for earlier, later in pairwise(rates[1:]))
     assert rates[-1] == rates[2] < rates[1]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hethub import planner
 from hethub.predictor import LayerCost, predict
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.predictor.cost.software import HETHUB, hethub_software
@@ -115,9 +116,9 @@ def test_a_rank_planned_as_slow_is_told_to_be_well_again():
 class Watched:
     """A run of four ranks whose plan is as fast as can be; `factors` are those that plans are sought for."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, present=1.5):
         self.job = SimpleNamespace(spec=SimpleNamespace(drift=SPEC, replan="auto", train=TrainSpec()))
-        self.layout = layout()
+        self.layout, self.present = layout(), present
         self.factors, self.step = [], 0
         monkeypatch.setattr(replanning, "find_remedy", self._remedy)
         self.replanner = Replanner(self.job, self.layout, None)
@@ -125,7 +126,7 @@ class Watched:
     def _remedy(self, job, layout, profile, factors):
         self.factors.append(dict(factors))
         prediction = SimpleNamespace(to_dict=dict)
-        return Remedy(plan=layout.plan, step_seconds=1.0, present_step_seconds=1.5, prediction=prediction)
+        return Remedy(plan=layout.plan, step_seconds=1.0, present_step_seconds=self.present, prediction=prediction)
 
     def steps(self, factor):
         """Three steps in which rank 1 takes `factor` times as long as its accelerator should."""
@@ -153,6 +154,14 @@ def test_a_rank_that_is_slow_again_is_as_slow_as_before(monkeypatch):
     run.steps(2.0)
     assert run.factors == [{1: pytest.approx(2.0)}] * 2
     assert run.chosen() is not None
+
+
+@pytest.mark.parametrize(("present", "is_taken"), [(1.029, False), (1.031, True)])
+def test_a_plan_that_gains_little_is_not_taken(monkeypatch, present, is_taken):
+    run = Watched(monkeypatch, present)
+    (row,) = run.steps(2.0)
+    assert ("no other plan would be faster" in row["text"]) != is_taken
+    assert (run.chosen() is not None) == is_taken
 
 
 def test_under_a_new_plan_factors_go_on_from_what_it_was_made_for(monkeypatch):
@@ -223,6 +232,20 @@ def test_where_the_only_slow_rank_is_well_again_a_plan_is_sought_for_ranks_as_pl
     own = load_job(job(tmp_path, {}))
     bound = bind(load_plan(own.plan_path), own.model, own.cluster)
     assert find_remedy(own, bound, None, {}).present_step_seconds == predict(bound).step_seconds
+
+
+@pytest.mark.parametrize(("asked", "taken"), [("uniform", "uniform"), ("auto", "auto"), ("plan.yaml", "auto")])
+def test_a_plan_is_sought_by_the_jobs_strategy(tmp_path, monkeypatch, asked, taken):
+    own, sought = load_job(job(tmp_path, {}, plan=asked)), []
+    bound, search = bind(load_plan(tmp_path / "plan.yaml"), own.model, own.cluster), planner.plan
+
+    def noted(*given, strategy, **more):
+        sought.append(strategy)
+        return search(*given, strategy="uniform", **more)
+
+    monkeypatch.setattr(planner, "plan", noted)
+    find_remedy(own, bound, None, {})
+    assert sought == [taken]
 
 
 def remedy_of_two_kinds(folder, slow, **constraints):

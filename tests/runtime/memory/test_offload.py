@@ -90,6 +90,23 @@ def test_optimizer_state_alone_leaves_the_weights_where_they_are() -> None:
         assert counted["device"] == 2 * 4 * MODEL.parameters
 
 
+def where_weights_lie(world: Any, case: Case) -> list[tuple[bool, bool]]:
+    """By what this rank steps, whether the weights count as offloaded, and whether they lie on the device."""
+    trainer = build_trainer(world, case)
+    device = trainer.storage.weights
+    places = range(device.data_ptr(), device.data_ptr() + device.nbytes)
+    return [(run.weight_is_offloaded, run.weight.data_ptr() in places) for run in trainer.optimizer.runs]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_norms_stay_on_the_device_and_are_stepped_there(zero: int) -> None:
+    """Over the copies' stream nobody would wait for a norm that was stepped."""
+    case = Case(name="norms", precision="bf16", stages=pair(zero, offload=["parameters"]))
+    for found in run_ranks(2, where_weights_lie, case):
+        assert {True, False} == {is_offloaded for is_offloaded, _ in found}
+        assert all(is_offloaded != on_device for is_offloaded, on_device in found)
+
+
 def train_measuring(world: Any, case: Case) -> tuple[list[float], Shards, int, int, int, int]:
     """Losses, weights, the meter's peak and what it holds at the end, the arena's peak and what it holds then."""
     trainer = build_trainer(world, case)

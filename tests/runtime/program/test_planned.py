@@ -85,6 +85,7 @@ def test_a_program_is_not_predicted_for_another_batch_precision_or_cluster(
         ("constraints.tp=2", "constraints.tp is for plans of layers"),
         ("drift.steps=3", "drift is for plans of layers"),
         ("parity=report", "parity is for plans of layers"),
+        ("replan=report", "replan is for plans of layers"),
         ("profile=profile.json", "profile is for plans of layers"),
         ("train.precision=bf16", "'hap' compute in fp32 or fp64"),
     ],
@@ -92,7 +93,7 @@ def test_a_program_is_not_predicted_for_another_batch_precision_or_cluster(
 def test_what_programs_do_not_take_is_refused_by_plan_and_doctor(
     change: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`drift` and `parity` were ignored, and doctor called such jobs ok."""
+    """`drift`, `parity` and `replan: report` were ignored, and doctor called such jobs ok."""
     job = write_program_job(tmp_path / "job", "make", size=2)
     for command in ("plan", "doctor"):
         assert run([command, str(job), "--set", change]) == 2

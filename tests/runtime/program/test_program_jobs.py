@@ -51,7 +51,7 @@ class Words(nn.Module):
         return nn.functional.cross_entropy(self.head(self.table(tokens)).flatten(0, 1), targets.flatten())
 
 def few():
-    return Words(100)
+    return Words(256)
 
 class Backbone(Net):
     # Its first layer is frozen, and a buffer comes from a file.
@@ -378,7 +378,7 @@ def test_data_that_programs_do_not_take_is_refused(tmp_path: Path, made: str, jo
 def test_tokens_beyond_an_embedding_are_refused_on_all_ranks(tmp_path: Path) -> None:
     job = write_program_job(tmp_path / "few", "few", size=2)
     results = ranks(2, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path)
-    check_refused(results, "embedding of 100 tokens", "token id")
+    check_refused(results, "embedding of 256 tokens", "token id 256", "at least 257 rows")
     assert not (tmp_path / "run").exists()
 
 

@@ -95,12 +95,13 @@ def test_a_fall_that_has_not_begun_begins_before_the_new_end() -> None:
     assert resumed(TRAIN.replace(schedule="wsd"), 91, steps=400).rate(100) == TRAIN.min_lr
 
 
+@pytest.mark.parametrize("steps", [5, TRAIN.warmup_steps])
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
-def test_a_run_that_was_to_end_in_its_warm_up_falls_before_the_new_end(kind: str) -> None:
+def test_a_run_that_was_to_end_in_its_warm_up_falls_before_the_new_end(kind: str, steps: int) -> None:
     """A few steps tried first, then the whole run: behind the warm-up the rate fell to min_lr in one step."""
-    longer = resumed(TRAIN.replace(schedule=kind, steps=5), 5, steps=100)
-    assert [longer.rate(step) for step in range(6, 101)] == [
-        learning_rate(TRAIN.replace(schedule=kind), step) for step in range(6, 101)
+    longer = resumed(TRAIN.replace(schedule=kind, steps=steps), steps, steps=100)
+    assert [longer.rate(step) for step in range(steps + 1, 101)] == [
+        learning_rate(TRAIN.replace(schedule=kind), step) for step in range(steps + 1, 101)
     ]
     assert longer.notes == []
 
