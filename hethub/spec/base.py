@@ -56,7 +56,8 @@ SpecT = TypeVar("SpecT", bound=Spec)
 def build(cls: type[SpecT], data: Any, source: Source, what: str, prefix: KeyPath = ()) -> SpecT:
     """`data` validated as a `cls`. Raises BadInput with every broken rule in one paragraph, places named."""
     if not isinstance(data, Mapping):
-        raise BadInput(f"{source.at(prefix)}: a {what} is a mapping of keys to values; got {describe(data)}.")
+        remedy = " Write `key: value`, with a space behind the colon." if isinstance(data, str) else ""
+        raise BadInput(f"{source.at(prefix)}: a {what} is a mapping of keys to values; got {describe(data)}.{remedy}")
     if misplaced := [*_misplaced(data, cls)]:
         raise BadInput(
             " ".join(f"{source.at((*prefix, *path))} {_MISPLACED}; {_instead(wanted)}." for path, wanted in misplaced)
@@ -160,7 +161,20 @@ def explain(error: ValidationError, cls: type[Spec], source: Source, prefix: Key
         for fault, place in zip(faults, places, strict=True)
         if not (_is_echo(fault) and any(other[: len(place)] == place for other in places if other != place))
     ]
-    return " ".join(_without_repetition(told))
+    return " ".join(_without_repetition(_either(told)))
+
+
+def _either(told: list[str]) -> list[str]:
+    """The sentences; the forms that one key may have, which pydantic refuses one by one, in one of them."""
+    joined: dict[str, str] = {}
+    for sentence in told:
+        said, asks, form = sentence.partition(_ASKS)
+        key = said if asks else sentence
+        joined[key] = f"{joined[key].removesuffix('.')} or {form}" if key in joined and asks else sentence
+    return [*joined.values()]
+
+
+_ASKS = ", but input should be "
 
 
 def _without_repetition(told: list[str]) -> list[str]:
@@ -201,15 +215,29 @@ def _sentence(fault: Any, cls: type[Spec], source: Source, prefix: KeyPath) -> s
         )
     if kind == "too_long":
         return f"{source.at(path)} is {describe(given)}, but it takes {fault['ctx']['max_length']} items at most."
-    return f"{source.at(path)} is {describe(given)}, but {_SHAPES.get(kind) or _lower_first(fault['msg'])}."
+    remedy = _remedy(kind, given)
+    return f"{source.at(path)} is {describe(given)}, but {_SHAPES.get(kind) or _lower_first(fault['msg'])}.{remedy}"
 
+
+def _remedy(kind: str, given: Any) -> str:
+    """What to change where a key has nothing below it, or a mapping stands in a list's place."""
+    if kind in _LISTS and (given is None or isinstance(given, Mapping)):
+        return " Begin every entry with `- `."
+    return (
+        " Indent its keys below it; what has a default may be left out." if kind in _MAPPINGS and given is None else ""
+    )
+
+
+_MAPPINGS, _LISTS = ("model_type", "dict_type"), ("tuple_type", "list_type")
 
 # Of YAML, where pydantic speaks of Python's types and of our classes.
 _SHAPES = {
-    **dict.fromkeys(("model_type", "dict_type"), "input should be a mapping of keys to values"),
-    **dict.fromkeys(("tuple_type", "list_type"), "input should be a list"),
+    **dict.fromkeys(_MAPPINGS, "input should be a mapping of keys to values"),
+    **dict.fromkeys(_LISTS, "input should be a list"),
     "none_required": "hethub has nothing of the kind; leave it out",  # a key that is reserved
     "bool_parsing": "input should be true or false",
+    "int_type": "input should be a whole number",
+    "float_type": "input should be a number",
     "float_parsing": "input should be a number alone, without its unit",
     "string_type": "input should be text (a number or a date in quotes)",
     "int_parsing": "input should be a whole number in digits (10000; YAML takes 1e4 for text)",

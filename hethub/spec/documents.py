@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 from hethub.spec.errors import BadInput
 
@@ -72,10 +73,14 @@ def read_text(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> str:
 
     Raises BadInput if it is missing, unreadable or longer; `what` names its role ("job file").
     """
+    content = read_bytes(path, what, most_bytes)
     try:
-        return read_bytes(path, what, most_bytes).decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise BadInput(f"{path}: the {what} cannot be read as UTF-8: {error}; save it so.") from None
+        line = content.count(b"\n", 0, error.start) + 1
+        raise BadInput(
+            f"{path}, line {line}: the {what} cannot be read as UTF-8: {error}. Save it as UTF-8 in your editor."
+        ) from None
 
 
 def read_bytes(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> bytes:
@@ -150,17 +155,37 @@ def parse_yaml(text: str, name: str, what: str) -> tuple[Any, Source]:
         _note_lines(root, (), lines, name)
         return loader.construct_document(root), Source(name, lines)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{name}, line {mark.line + 1}" if mark and what != _VALUE else name
-        tab = " Indent with spaces, not with tabs." if mark and text[mark.index : mark.index + 1] == "\t" else ""
-        problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        context = f"{error.context}, " if problem.startswith("but ") else ""  # type: ignore[attr-defined]
-        raise BadInput(f"{place}: the {what} is not valid YAML: {context}{problem}.{tab}") from None
+        raise BadInput(_told(error, text, name, what)) from None
     except BadInput:
         raise
     except (ValueError, LookupError, AttributeError) as error:  # 2024-13-01, !!bool maybe, !!timestamp now
         place = f"{name}, line {line}" if root and (line := _unreadable_line(root)) else name
         raise BadInput(f"{place}: the {what} holds what cannot be read: {error}. Quote it, or correct it.") from None
+
+
+def _told(error: yaml.YAMLError, text: str, name: str, what: str) -> str:
+    """What is wrong with text that is no YAML, where, and what to change where that can be told."""
+    if isinstance(error, ReaderError):  # which knows no line
+        strange = chr(error.character)
+        place = name if what == _VALUE else f"{name}, line {text.partition(strange)[0].count(chr(10)) + 1}"
+        return f"{place}: the {what} is not valid YAML: unacceptable character U+{ord(strange):04X}. Take it out."
+    mark, opened = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
+    place = f"{name}, line {mark.line + 1}" if mark and what != _VALUE else name
+    problem = " ".join(str(getattr(error, "problem", None) or error).split())
+    context = f"{error.context}, " if problem.startswith("but ") else ""  # type: ignore[attr-defined]
+    remedy = next((remedy for known, remedy in _REMEDIES.items() if known in problem), "")
+    if mark and text[mark.index : mark.index + 1] == "\t":
+        remedy = " Indent with spaces, not with tabs."
+    elif not remedy and opened and mark and opened.line < mark.line and what != _VALUE:
+        remedy = f" What begins in line {opened.line + 1} is not closed, or its lines are not indented alike."
+    return f"{place}: the {what} is not valid YAML: {context}{problem}.{remedy}"
+
+
+# Of what the parser says without a remedy.
+_REMEDIES = {
+    "mapping values are not allowed": " Begin the keys of one mapping in the same column, and quote a text that holds `: `.",
+    "but found another document": " Keep one, without the line `---`.",
+}
 
 
 def _unreadable_line(node: yaml.Node) -> int | None:
@@ -248,6 +273,17 @@ def _note_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], name:
             if not isinstance(key, yaml.ScalarNode):
                 raise BadInput(f"{place}: a key is a word; got a list or a mapping.")
             here = (*path, key.value)
+            if (
+                node.flow_style
+                and key.value.isdigit()
+                and not key.style
+                and isinstance(value, yaml.ScalarNode)
+                and not value.value
+            ):
+                raise BadInput(
+                    f"{place}: {dotted(here)} has no value: between braces a comma ends one. Write numbers without commas "
+                    "(1000000, 3.5)."
+                )
             if here in lines:
                 raise BadInput(f"{place}: {dotted(here)} is given twice; keep one.")
             lines[here] = key.start_mark.line + 1

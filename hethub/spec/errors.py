@@ -1,5 +1,6 @@
 """The two ways a command ends badly, and nothing between them."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,15 +79,21 @@ def suggest(word: str, candidates: list[str] | tuple[str, ...]) -> str:
 
 def suggest_some(word: str, candidates: list[str] | tuple[str, ...], most: int = 4) -> str:
     """As `suggest`, with up to `most` near candidates, for names that differ in details: what `word` begins comes
-    first, then what begins as it does up to a hyphen."""
+    first, then what begins as it does up to a hyphen, or has most of its words ("NVIDIA H100 80GB HBM3")."""
     import difflib
 
     folded, given = {candidate.lower(): candidate for candidate in candidates}, word.lower()
     begun = [name for name in sorted(folded, key=len) if len(word) > 1 and name.startswith(given)]
     headed = [name for name in folded if "-" in name and given.startswith(name.split("-")[0])]
+    shared = {name: len(_words(name) & _words(given)) for name in folded}
+    headed += [name for name in folded if 0 < shared[name] == max(shared.values()) and name not in headed]
     headed.sort(key=lambda name: -difflib.SequenceMatcher(None, given, name).ratio())
     alike = difflib.get_close_matches(given, list(folded), n=most, cutoff=0.6)
     near = [f"'{folded[name]}'" for name in dict.fromkeys([*begun, *headed, *alike])][:most]
     if not near:
         return f"known: {', '.join(sorted(candidates))}."
     return f"did you mean {' or '.join([', '.join(near[:-1]), near[-1]] if len(near) > 1 else near)}?"
+
+
+def _words(name: str) -> set[str]:
+    return {*re.split(r"[^a-z0-9]+", name)} - {""}

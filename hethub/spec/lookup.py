@@ -6,7 +6,7 @@ from pathlib import Path
 from hethub.spec.base import SpecT, build, load
 from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.spec.documents import Source, read_yaml
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, asked_by
 from hethub.spec.hugging_face import from_hugging_face
 from hethub.spec.model import ModelSpec
 
@@ -20,6 +20,9 @@ def load_model(reference: str, base: Path) -> ModelSpec:
 
 def load_model_of(reference: str, base: Path, source: Source) -> ModelSpec:
     """As `load_model`; where the file is not there, the BadInput says where `source`, the job's, names it."""
+    if reference.startswith("hf:") and _is_missing(base / reference[3:] / "config.json"):
+        with asked_by(Path(source.at(("model",)))):
+            return load_model(reference, base)
     if not reference.startswith("hf:") and ((file := base / reference).is_dir() or _is_missing(file)):
         what = "this is a folder, not a model file" if file.is_dir() else "there is no such model file"
         raise BadInput(
@@ -33,9 +36,10 @@ def load_cluster_of(reference: str, base: Path, source: Source) -> ClusterSpec |
     """The cluster that a job names: a YAML file relative to `base`, None for `detect`. Raises BadInput, as `load_model_of`."""
     if reference == "detect":
         return None
-    if _is_missing(file := base / reference):
+    if (file := base / reference).is_dir() or _is_missing(file):
+        what = "this is a folder, not a cluster file" if file.is_dir() else "there is no such cluster file"
         raise BadInput(
-            f"{source.at(('cluster',))}: {file}: there is no such cluster file. Check the path, which is relative to the job file; "
+            f"{source.at(('cluster',))}: {file}: {what}. Check the path, which is relative to the job file; "
             "`detect` takes what the ranks find."
         )
     return load_cluster(file)

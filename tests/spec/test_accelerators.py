@@ -89,6 +89,22 @@ def test_a_name_with_more_than_a_name_of_the_catalogue_names_that() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "'H100-PCIe-80GB' or 'H100-SXM5-80GB'"),
+        ("NVIDIA GeForce RTX 4090", "'RTX-4090'"),
+        ("AMD Instinct MI300X", "'MI300X'"),
+        ("4090", "'RTX-4090'"),
+    ],
+)
+def test_a_name_as_nvidia_smi_and_rocm_smi_print_it_names_the_catalogues(given: str, expected: str) -> None:
+    """All names of the catalogue were listed instead."""
+    with pytest.raises(BadInput) as refused:
+        find_accelerator(given)
+    assert f"did you mean {expected}?" in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("changed", "said"),
     [
         ("gbps_per_nic: 400000", "gbps_per_nic: 400000 is beyond physics"),  # Mbit/s

@@ -152,6 +152,8 @@ def test_a_wrong_override_is_named(folder: Path, override: str, expected: str) -
             r"job\.yaml, line 1: model: .*nowhere\.yaml: there is no such model file.* hf:FOLDER",
         ),
         ({"model": "."}, r"job\.yaml, line 1: model: .*: this is a folder, not a model file.* hf:FOLDER"),
+        ({"model": "hf:nowhere"}, r"job\.yaml, line 1: model: .*nowhere/config\.json: there is no such file"),
+        ({"cluster": "."}, r"job\.yaml, line 1: cluster: .*: this is a folder, not a cluster file"),
         ({"cluster": "nowhere.yaml"}, r"job\.yaml, line 1: cluster: .*nowhere\.yaml: there is no such cluster file"),
     ],
 )

@@ -91,6 +91,21 @@ def test_what_is_written_is_what_is_read() -> None:
         ("- a\n", "tree.yaml: a tree file is a mapping of keys to values; got ['a']"),
         ("", "tree.yaml: a tree file is a mapping of keys to values; got nothing"),
         ("just words", "got 'just words'"),
+        ("name:a\n", "got 'name:a'. Write `key: value`, with a space behind the colon."),
+        ("name: a\n  rate: 1\n",
+         "line 2: the tree file is not valid YAML: mapping values are not allowed in this context. Begin the keys of one"),
+        ("name: 'a\nrate: 1\n",
+         "line 3: the tree file is not valid YAML: found unexpected end of stream. What begins in line 1 is not closed"),
+        ("name: a\nmain: {depth: 1\nrate: 1\n", "What begins in line 2 is not closed"),
+        ("name: a\n---\nname: b\n", "found another document. Keep one, without the line `---`."),
+        ("name: ä\nrate: \a1\n", "tree.yaml, line 2: the tree file is not valid YAML: unacceptable character U+0007. Take it out."),
+        ("name: a\nmain:\n", "main is nothing, but input should be a mapping of keys to values. Indent its keys below it;"),
+        ("name: a\nothers: {depth: 1}\n", "but input should be a list. Begin every entry with `- `."),
+        ("name: a\nothers:\n", "others is nothing, but input should be a list. Begin every entry with `- `."),
+        ("name: a\nmain: {depth: null}\n", "main.depth is nothing, but input should be a whole number."),
+        ("name: a\nmain: {depth: 1,000}\n", "line 2: main.000 has no value: between braces a comma ends one. Write numbers without commas"),
+        ("name: a\nmain: {depth: 1,000,000}\n", "line 2: main.000 has no value"),  # was given twice
+        ("name: a\nowner: 8\n", "owner is 8, but input should be text (a number or a date in quotes) or a mapping of keys to values."),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_with_its_place(text: str, expected: str) -> None:
@@ -120,8 +135,13 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:
         load(OuterSpec, tmp_path / "nowhere.yaml", "tree file")
     with pytest.raises(BadInput, match=r"this is a folder; name a tree file here, the one in it perhaps\."):
         read_yaml(tmp_path, "tree file")
+    (tmp_path / "latin.yaml").write_bytes(b"name: a\n# caf\xe9\n")
+    with pytest.raises(
+        BadInput, match=r"latin\.yaml, line 2: the tree file cannot be read as UTF-8: .*Save it as UTF-8"
+    ):
+        read_yaml(tmp_path / "latin.yaml", "tree file")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(BadInput, match=r"binary\.yaml: the tree file cannot be read as UTF-8: .*utf-8"):
+    with pytest.raises(BadInput, match=r"binary\.yaml, line 1: the tree file cannot be read as UTF-8: .*utf-8"):
         read_yaml(tmp_path / "binary.yaml", "tree file")
 
 
