@@ -86,12 +86,12 @@ DEEP = '{"text": ' + "[" * 100_000
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [(DEEP.encode(), "nests too deeply"), (b'{"a": "\xff"}', "cannot be read as UTF-8: 'utf-8'"), (b'{"a"', "not valid JSON"),
-     (b"9" * 5000, "not valid JSON")],
+    [(DEEP.encode(), ": .*nests too deeply"), (b'{"a":\n"\xff"}', ", line 2: .*cannot be read as UTF-8: 'utf-8'"),
+     (b'{"a"', ": .*not valid JSON"), (b"9" * 5000, ": .*not valid JSON")],
 )  # fmt: skip
 def test_hostile_json_is_refused(content: bytes, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(BadInput, match=rf"config\.json: .*{complaint}"):
+    with pytest.raises(BadInput, match=rf"config\.json{complaint}"):
         from_hugging_face(tmp_path)
 
 
