@@ -24,9 +24,9 @@ class BadInput(ValueError):
 
 
 @contextmanager
-def asked_by(path: Path, place: Callable[[tuple[str | int, ...]], str] | None = None) -> Iterator[None]:
-    """BadInput about a question names the file that asks it, which who answers does not know; and where in it the key at
-    fault stands, where `place` says that."""
+def asked_by(path: Path | str, place: Callable[[tuple[str | int, ...]], str] | None = None) -> Iterator[None]:
+    """BadInput about a question names the file that asks it, or the place in it, which who answers does not know; and the
+    place of the key at fault, where `place` says that."""
     try:
         yield
     except BadInput as error:

@@ -21,7 +21,7 @@ def load_model(reference: str, base: Path) -> ModelSpec:
 def load_model_of(reference: str, base: Path, source: Source) -> ModelSpec:
     """As `load_model`; where the file is not there, the BadInput says where `source`, the job's, names it."""
     if reference.startswith("hf:") and _is_missing(base / reference[3:] / "config.json"):
-        with asked_by(Path(source.at(("model",)))):
+        with asked_by(source.at(("model",))):
             return load_model(reference, base)
     if not reference.startswith("hf:") and ((file := base / reference).is_dir() or _is_missing(file)):
         what = "this is a folder, not a model file" if file.is_dir() else "there is no such model file"

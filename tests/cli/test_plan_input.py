@@ -211,6 +211,21 @@ def test_what_can_be_read_once_or_never_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("profile", "words"), [("no.json", "no.json: there is no such profile"), (".", "this is a folder")]
+)
+def test_a_profile_that_a_job_names_is_refused_at_its_line(
+    profile: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the profile's own path was told."""
+    job = write_job(tmp_path, [node()], 4, {})
+    job.write_text(f"profile: {profile}\n{job.read_text()}")
+    assert run(["plan", str(job)]) == 2
+    told = capsys.readouterr().err
+    assert "job.yaml, line 1: profile: " in told
+    assert words in told
+
+
+@pytest.mark.parametrize(
     ("program", "words"),
     [
         ({"predicted_seconds": 0}, "program.predicted_seconds is 0, but"),

@@ -21,7 +21,7 @@ from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Spec, build, describe
 from hethub.spec.cluster import ClusterSpec, NodeSpec, NonNegative
 from hethub.spec.documents import Source, read_json, write_text
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, asked_by
 from hethub.spec.model import Count, ModelSpec
 
 if TYPE_CHECKING:
@@ -175,13 +175,14 @@ def load_profile(path: str | Path) -> ProfileSpec:
 
 
 def profile_for(job: "Job", path: Path | None) -> ProfileSpec | None:
-    """The profile at `path`, else the one the job names, else None. Raises BadInput, which names the file, where it is not
-    of the job's model and cluster."""
-    if path is None and job.spec.profile is None:
-        return None
-    file = path or job.base / str(job.spec.profile)
+    """The profile at `path`, else the one the job names, else None. Raises BadInput, which names the file, and where the
+    job names it, where it cannot be read or is not of the job's model and cluster."""
     train = job.spec.train
-    return profile_of(file, job.described, job.cluster, train.precision, train.compile)
+    wanted = job.described, job.cluster, train.precision, train.compile
+    if path is not None or job.spec.profile is None:
+        return profile_of(path, *wanted) if path else None
+    with asked_by(job.source.at(("profile",))):
+        return profile_of(job.base / job.spec.profile, *wanted)
 
 
 def profile_of(
