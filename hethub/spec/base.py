@@ -223,9 +223,9 @@ def _remedy(kind: str, given: Any) -> str:
     """What to change where a key has nothing below it, or a mapping stands in a list's place."""
     if kind in _LISTS and (given is None or isinstance(given, Mapping)):
         return " Begin every entry with `- `."
-    return (
-        " Indent its keys below it; what has a default may be left out." if kind in _MAPPINGS and given is None else ""
-    )
+    if kind in _MAPPINGS and given is None:
+        return " Indent its keys below it; what has a default may be left out."
+    return ""
 
 
 _MAPPINGS, _LISTS = ("model_type", "dict_type"), ("tuple_type", "list_type")

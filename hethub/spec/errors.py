@@ -86,7 +86,8 @@ def suggest_some(word: str, candidates: list[str] | tuple[str, ...], most: int =
     begun = [name for name in sorted(folded, key=len) if len(word) > 1 and name.startswith(given)]
     headed = [name for name in folded if "-" in name and given.startswith(name.split("-")[0])]
     shared = {name: len(_words(name) & _words(given)) for name in folded}
-    headed += [name for name in folded if 0 < shared[name] == max(shared.values()) and name not in headed]
+    closest = max([1, *shared.values()])
+    headed += [name for name in folded if shared[name] == closest and name not in headed]
     headed.sort(key=lambda name: -difflib.SequenceMatcher(None, given, name).ratio())
     alike = difflib.get_close_matches(given, list(folded), n=most, cutoff=0.6)
     near = [f"'{folded[name]}'" for name in dict.fromkeys([*begun, *headed, *alike])][:most]

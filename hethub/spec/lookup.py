@@ -23,10 +23,9 @@ def load_model_of(reference: str, base: Path, source: Source) -> ModelSpec:
     if reference.startswith("hf:") and _is_missing(base / reference[3:] / "config.json"):
         with asked_by(source.at(("model",))):
             return load_model(reference, base)
-    if not reference.startswith("hf:") and ((file := base / reference).is_dir() or _is_missing(file)):
-        what = "this is a folder, not a model file" if file.is_dir() else "there is no such model file"
+    if not reference.startswith("hf:") and (missing := _why_missing(base / reference, "model file")):
         raise BadInput(
-            f"{source.at(('model',))}: {file}: {what}. Check the path, which is relative to the job file; a folder with a Hugging "
+            f"{source.at(('model',))}: {missing}. Check the path, which is relative to the job file; a folder with a Hugging "
             "Face model is named hf:FOLDER."
         )
     return load_model(reference, base)
@@ -36,13 +35,19 @@ def load_cluster_of(reference: str, base: Path, source: Source) -> ClusterSpec |
     """The cluster that a job names: a YAML file relative to `base`, None for `detect`. Raises BadInput, as `load_model_of`."""
     if reference == "detect":
         return None
-    if (file := base / reference).is_dir() or _is_missing(file):
-        what = "this is a folder, not a cluster file" if file.is_dir() else "there is no such cluster file"
+    if missing := _why_missing(base / reference, "cluster file"):
         raise BadInput(
-            f"{source.at(('cluster',))}: {file}: {what}. Check the path, which is relative to the job file; "
+            f"{source.at(('cluster',))}: {missing}. Check the path, which is relative to the job file; "
             "`detect` takes what the ranks find."
         )
-    return load_cluster(file)
+    return load_cluster(base / reference)
+
+
+def _why_missing(file: Path, what: str) -> str:
+    """Why there is no file to read, of a job's `what`; empty where there may be one."""
+    if file.is_dir():
+        return f"{file}: this is a folder, not a {what}"
+    return f"{file}: there is no such {what}" if _is_missing(file) else ""
 
 
 def _is_missing(file: Path) -> bool:

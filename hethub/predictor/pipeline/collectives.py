@@ -166,29 +166,30 @@ class Collectives:
                 own[run.actor] = max(own.get(run.actor, 0.0), seconds)
                 self.optimizer_seconds[place] += seconds
                 self.gather_seconds[place] += gather
+            # New weights that are gathered come once all owners have stepped.
+            updated = dict.fromkeys(own, max(own.values()) + gather) if gather else own
             if self.costs.state.steps_apart:
-                self._catch_up(stage, chunk, own, gather)
+                self._catch_up(stage, chunk, updated, meets=gather > 0)
             else:
+                self.update_seconds |= updated
                 self._update(stage, chunk, own, gather)
 
-    def _catch_up(self, stage: StageNodes, chunk: int, own: dict[int, float], gather: float) -> None:
+    def _catch_up(self, stage: StageNodes, chunk: int, updated: dict[int, float], *, meets: bool) -> None:
         """A chunk whose gradients are complete is not stepped before the norm of all is known, by which they are
         clipped: the first chunk is when the next step begins, the others while the one before them begins its forward."""
-        first = stage.first[Kind.FORWARD, chunk - 1] if chunk else []
-        for position, run in enumerate(stage.apart):
-            seconds = max(own.values()) + gather if gather else own[run.actor]
-            if chunk:
-                self.graph.seconds[first[position]] += seconds
-            else:
-                self.update_seconds[run.actor] = seconds
-        if gather:
+        if not chunk:
+            self.update_seconds |= updated
+            return
+        first = stage.first[Kind.FORWARD, chunk - 1]
+        for run, node in zip(stage.apart, first, strict=True):
+            self.graph.seconds[node] += updated[run.actor]
+        if meets:
             self._wait_for_all_to_begin(stage, first, 0.0)
 
     def _update(self, stage: StageNodes, chunk: int, own: dict[int, float], gather: float) -> None:
         seconds, steps = self.graph.seconds, stage.updates[Kind.STEP][chunk]
         for run, node in zip(stage.apart, steps, strict=True):
             seconds[node] = own[run.actor]
-            self.update_seconds[run.actor] = max(own.values()) + gather if gather else own[run.actor]
         self._wait(steps, self.norm)
         if gather:  # else nobody steps for others
             gathers = stage.updates[Kind.GATHER][chunk]
