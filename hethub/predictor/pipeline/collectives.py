@@ -140,7 +140,7 @@ class Collectives:
 
     def _gathers(self, stage: StageNodes, kind: Kind, chunk: int) -> list[float]:
         """Seconds to bring each layer of a chunk, in the order of the pass."""
-        found = self.costs.state.gather_seconds(stage.index, self.costs.state.portions[stage.index][chunk])
+        found = self.costs.state.gather_seconds(stage.index, self.costs.state.portions[stage.index][chunk], kind)
         return found if kind is Kind.FORWARD else found[::-1]
 
     def _reduce_pass(self, stage: StageNodes, stream: int, chunk: int) -> int:

@@ -87,14 +87,14 @@ class Round(NamedTuple):
         cls,
         passes: Sequence[float],
         ends: Ends,
-        gathers: Sequence[float],
+        gathers: Sequence[Sequence[float]],
         reductions: Sequence[float],
         messages: float,
         sums_under_way: int = 2,
     ) -> "Round":
         """From the seconds of whole passes, of which `ends` come with the first and the last layer, of each layer's
-        collectives, all in model order, and of a pass's messages."""
-        layers = len(gathers)
+        collectives, all in model order (`gathers` of the forward and of the backward), and of a pass's messages."""
+        layers = len(reductions)
         forward, backward, deferred = ([seconds / layers] * layers for seconds in passes)
         for kind, each in ((0, forward), (1, backward)):
             own = [end[kind] for end in ends]
@@ -103,8 +103,8 @@ class Round(NamedTuple):
             each[-1] += own[1]
         none, is_put_off = [0.0] * layers, passes[2] > 0
         return cls((
-            [*map(Visit, forward, gathers, none, [messages, *none[1:]])],
-            [*map(Visit, backward, gathers, none if is_put_off else reductions, [*none[1:], messages])][::-1],
+            [*map(Visit, forward, gathers[0], none, [messages, *none[1:]])],
+            [*map(Visit, backward, gathers[1], none if is_put_off else reductions, [*none[1:], messages])][::-1],
             [*map(Visit, deferred, none, reductions, none)][::-1] if is_put_off else [],
         ), sums_under_way)  # fmt: skip
 

@@ -23,6 +23,7 @@ from hethub.predictor.memory.state import zero_level
 from hethub.predictor.pipeline.overlap import NO_ENDS, Ends, Round, excess, exposed
 from hethub.predictor.pipeline.rings import Rings
 from hethub.spec.layout.bind import ALL_IN_FLIGHT, Layout
+from hethub.spec.layout.execution import Kind
 from hethub.spec.layout.state import both_ends_step
 from hethub.spec.plan import ReplicaSpec
 
@@ -257,10 +258,11 @@ class StateCosts:
         offloaded = "parameters" in self.layout.stages[stage].offload and not self.in_passes(stage)
         if not in_rounds and not offloaded:
             return 0.0, 0.0, 0.0
-        gathers, layers = self.gather_seconds(stage, portion), portion.layers
+        gathers = [self.gather_seconds(stage, portion, kind) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+        layers = portion.layers
         reductions = self.reduce_seconds(stage, portion) if in_rounds else [0.0] * layers
         if not self.software.gathers_ahead:
-            gather, reduce = sum(gathers), sum(reductions)
+            gather, reduce = sum(gathers[0]), sum(reductions)
             return (
                 self._shown(stage, gather, excess(gather, passes[0], layers)),
                 self._shown(stage, gather + reduce, excess(gather + reduce, passes[1], layers)),
@@ -321,13 +323,14 @@ class StateCosts:
         """The ZeRO level that the stage's ranks really have."""
         return zero_level(self.layout, stage, self.software)
 
-    def gather_seconds(self, stage: int, portion: Portion) -> list[float]:
-        """Seconds to bring each layer's weights, in model order: gathered under ZeRO-3, from the host where offloaded;
-        ends of the model go with their layer."""
+    def gather_seconds(self, stage: int, portion: Portion, kind: Kind = Kind.FORWARD) -> list[float]:
+        """Seconds to bring each layer's weights for a pass, in model order: gathered under ZeRO-3, from the host where
+        offloaded; ends of the model go with their layer."""
         level, offloaded = self.level(stage), "parameters" in self.layout.stages[stage].offload
-        found = self._by_layer(stage, portion, self.width) if level == 3 else [0.0] * portion.layers
+        found = self._by_layer(stage, portion, self.width, kind) if level == 3 else [0.0] * portion.layers
         if offloaded:
-            fetched = self._each_layer(portion, lambda of: self._copied(stage, of, self.width, alone=level == 3))
+            ends = self._ends_with_tied(stage, portion, kind)
+            fetched = self._each_layer(portion, lambda of: self._copied(stage, of, self.width, alone=level == 3), ends)
             found = [a + b for a, b in zip(found, fetched, strict=True)]
         return found
 
@@ -348,21 +351,46 @@ class StateCosts:
         return self._by_layer(stage, portion, self.gradient_wire_bytes)
 
     @memoized
-    def _by_layer(self, stage: int, portion: Portion, bytes_per_parameter: int) -> list[float]:
-        """A collective per layer over the replicas of a stage; embedding and head go with the layer beside them."""
-        width = bytes_per_parameter
-        return self._each_layer(portion, lambda of: self.rings.seconds(stage, width * self.most_parameters(stage, of)))
+    def _by_layer(
+        self, stage: int, portion: Portion, bytes_per_parameter: int, kind: Kind | None = None
+    ) -> list[float]:
+        """A collective per layer over the replicas of a stage, in a pass of this kind or once in a step; embedding and head
+        go with the layer beside them."""
 
-    @staticmethod
-    def _each_layer(portion: Portion, seconds: Callable[[Portion], float]) -> list[float]:
+        def seconds(of: Portion) -> float:
+            return self.rings.seconds(stage, bytes_per_parameter * self.most_parameters(stage, of))
+
+        return self._each_layer(portion, seconds, self._ends_with_tied(stage, portion, kind))
+
+    def _ends_with_tied(self, stage: int, portion: Portion, kind: Kind | None) -> tuple[bool, bool]:
+        """Whether an embedding that both ends of the stage use, a unit of its own, comes with a portion's first layer, and
+        with its last: once in a step (None) with the first, where both have added to it; in a pass with the layer where that
+        ends, and stays for the next pass. It never left where no layer lies between its ends; it has left before forwards
+        behind weight gradients put off, and before passes that all microbatches make in turn."""
+        if kind is None:
+            return portion.first, False
+        parted = self.whole[stage].layers > 2
+        if kind is Kind.BACKWARD:
+            return portion.first and parted, False
+        left = self.in_passes(stage) or self.layout.plan.schedule == "zero_bubble"
+        return portion.first and left, portion.last and parted
+
+    def _each_layer(
+        self, portion: Portion, seconds: Callable[[Portion], float], with_tied: tuple[bool, bool]
+    ) -> list[float]:
         """`seconds` of each layer of a portion, in model order; equal ones are asked once."""
-        one = Portion(1, False, False)
+        tied = self.model.tied_head and self.layout.num_stages == 1 and self.software.one_tied_copy
+        one, ends = Portion(1, False, False), portion._replace(first=portion.first and not tied)
         if portion.layers == 1:
-            return [seconds(portion)]
-        middle = seconds(one) if portion.layers > 2 or not (portion.first and portion.last) else 0.0
-        times = [middle] * portion.layers
-        if portion.first:
-            times[0] = seconds(one._replace(first=True))
-        if portion.last:
-            times[-1] = seconds(one._replace(last=True))
+            times = [seconds(ends)]
+        else:
+            middle = seconds(one) if portion.layers > 2 or not (ends.first and ends.last) else 0.0
+            times = [middle] * portion.layers
+            if ends.first:
+                times[0] = seconds(one._replace(first=True))
+            if ends.last:
+                times[-1] = seconds(one._replace(last=True))
+        if tied:
+            for at, comes in zip((0, -1), with_tied, strict=True):
+                times[at] += comes and seconds(Portion(0, True, False))
         return times

@@ -135,10 +135,10 @@ def test_where_a_pass_turns_weights_stay() -> None:
     """Backward begins with the layer that forward ended with, and a forward with the backward's last, but for weights'
     gradients between the two."""
     ends = ((0.0, 0.0), (8.0, 0.0))
-    plain = Round.of((8.0 + 2, 2.0, 0.0), ends, [3, 3], [0, 0], 0.0)
+    plain = Round.of((8.0 + 2, 2.0, 0.0), ends, [[3, 3]] * 2, [0, 0], 0.0)
     assert plain.turning() == [(3, 2), (3, 2), (0, 0)]
     assert plain.repeating() == [(6, 2), (6, 4), (0, 0)]
-    deferred = Round.of((8.0 + 2, 2.0, 2.0), ends, [3, 3], [5, 1], 0.0)
+    deferred = Round.of((8.0 + 2, 2.0, 2.0), ends, [[3, 3]] * 2, [5, 1], 0.0)
     assert [seconds for seconds, _ in deferred.turning()] == [6, 3, 6]
 
 
@@ -270,9 +270,15 @@ def test_rehearsals_slow_nothing(schedule: str) -> None:
     rehearsed = PlanCosts(layout, HETHUB, packaged())
     portion = rehearsed.state.portions[0][1 if schedule == "layered" else 0]
     found = rehearsed.microbatch(0, 0, 1, portion).forward
-    cost, collectives = rehearsed.layer_cost(0), (rehearsed.state.gather_seconds, rehearsed.state.reduce_seconds)
+    cost, state = rehearsed.layer_cost(0), rehearsed.state
     passes = [own.compute for own in rehearsed.microbatch(0, 0, 1, portion)]
-    around = Round.of(passes, (cost.embedding(1), cost.head(1)), *(of(0, portion) for of in collectives), 0.0)
+    around = Round.of(
+        passes,
+        (cost.embedding(1), cost.head(1)),
+        [state.gather_seconds(0, portion)] * 2,
+        state.reduce_seconds(0, portion),
+        0.0,
+    )
     shown = 0.0 if schedule == "layered" else around.turning()[0].exposed_seconds
     assert found.dp == pytest.approx(shown)
     assert costs.microbatch(0, 0, 1, portion).forward.dp > shown
@@ -289,6 +295,6 @@ def test_a_chunks_layers_come_one_by_one_while_its_first_microbatch_passes() -> 
     costs.state.reduce_seconds = lambda stage, portion: [0.0] * portion.layers  # type: ignore[method-assign]
     layer, found = costs.microbatch(0, 0, 1, Portion(1, False, False)).forward.compute, []
     for each in (0.0, 1.5 * layer):
-        costs.state.gather_seconds = lambda stage, portion, each=each: [each] * portion.layers  # type: ignore[misc]
+        costs.state.gather_seconds = lambda stage, portion, *_, each=each: [each] * portion.layers  # type: ignore[misc]
         found.append(step_times(costs.layout, costs).seconds)
     assert found[1] - found[0] == pytest.approx(1.5 * layer + 2 * 15 * 0.5 * layer, rel=0.1)

@@ -16,6 +16,7 @@ from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.predictor.pipeline.step import step_times
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
+from hethub.spec.layout.execution import Kind
 from hethub.spec.layout.state import StateMap
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
@@ -148,6 +149,32 @@ def test_layers_by_themselves_sum_all_of_a_stage(layers: int) -> None:
     each = costs.reduce_seconds(0, costs.whole[0])
     assert len(each) == layers
     assert sum(each) == pytest.approx(costs.rings.seconds(0, 4 * model.parameters), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layers", "comes"),
+    [
+        ("1f1b", 4, (1, 1)),
+        ("1f1b", 2, (0, 0)),
+        ("zero_bubble", 4, (2, 1)),
+        ("layered", 4, (2, 1)),
+        ("layered", 2, (1, 0)),
+    ],
+)
+@pytest.mark.parametrize("offload", [[], ["parameters"]])
+def test_a_tied_embedding_comes_where_a_pass_ends(
+    schedule: str, layers: int, comes: tuple[int, int], offload: list[str]
+) -> None:
+    """As a run counts it (tests/runtime/state/test_zero.py), over a link so slow that nothing else counts. It was priced as a
+    part of the first layer: rehearsed steps were up to 18 % longer."""
+    model, on = LLAMA_8B.replace(layers=layers, tied_head=True), cluster(("A100-SXM4-80GB", 2, 1), gbps=0.01)
+    plan = one_stage(on, [0], [1], model=model, zero=3, offload=offload).plan.replace(schedule=schedule)
+    costs = PlanCosts(Layout(plan, model, on), HETHUB, packaged()).state
+    table = costs.rings.seconds(0, 2 * model.vocab * model.hidden)
+    inner = costs.rings.seconds(0, 2 * layers * model.layer_parameters)
+    for kind, times in zip((Kind.FORWARD, Kind.BACKWARD), comes, strict=True):
+        assert sum(costs.gather_seconds(0, costs.whole[0], kind)) == pytest.approx(inner + times * table, rel=0.01)
+    assert sum(costs.reduce_seconds(0, costs.whole[0])) == pytest.approx(2 * (inner + table), rel=1e-3)
 
 
 @pytest.mark.parametrize("offload", [[], ["optimizer"]])

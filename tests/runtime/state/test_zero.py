@@ -329,6 +329,20 @@ def test_where_passes_turn_no_weights_are_gathered(schedule: str) -> None:
         assert counts["gathers"] == {0: passes - returning, 1: passes - turning}
 
 
+@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "layered", "ministages"])
+def test_a_tied_embedding_comes_again_where_a_pass_ends(schedule: str, layers: int) -> None:
+    """What the predictor prices, of one stage: before the step's first layer and in each pass with the layer where that
+    ends, if there are layers between the two. Weight gradients that are put off send it away before the next forward."""
+    cuts = [(at, at + 1) for at in range(layers)] if schedule == "ministages" else [(0, layers)]
+    stages = [chunked(cuts, replica([0], 8, 2), replica([1], 8, 2), zero=3)]
+    model = MODEL.replace(layers=layers, tied_head=True)
+    rounds = 1 if schedule in ("layered", "ministages") else 4
+    again = rounds if schedule == "zero_bubble" else 1
+    for counts in counted(stages, schedule=schedule, model=model, global_batch=16):
+        assert counts["gathers"][layers] == again + 2 * rounds * (layers > 2)
+
+
 @pytest.mark.parametrize("train", [{}, NO_CLIP])
 def test_ministages_keep_two_chunks_on_the_device_at_most(train: dict[str, Any]) -> None:
     stages = [chunked([(start, start + 1) for start in range(6)], replica([0], 8, 2), offload=["parameters"])]

@@ -196,20 +196,27 @@ class StateTraffic:
         level, wire = self.state.level(stage), self.state.gradient_wire_bytes
         if level == 0:
             return {"all_reduce": 2 * wire}
-        rounds = self.state.layout.loads[stage][0].num_microbatches if self.state.in_rounds(stage) else 1
+        rounds = self._rounds(stage)
         return {
             "reduce_scatter": wire * (rounds if level > 1 and not once else 1),
             "all_gather": self.state.width * (2 * rounds if level == 3 and not once else 1),
         }
 
+    def _rounds(self, stage: int) -> int:
+        """How many times in a step the stage's weights are gathered for a forward and a backward, and gradients summed."""
+        return self.state.layout.loads[stage][0].num_microbatches if self.state.in_rounds(stage) else 1
+
     def _not_gathered_again(self, stage: int, alone: RankWidths) -> float:
-        """Parameters that stay from one pass to the next under ZeRO-3: of the layer at which a microbatch turns round, and
-        of the stage's first where the next microbatch goes forward behind another's backward."""
+        """Parameters that stay from one pass to the next under ZeRO-3: of the layer at which a microbatch turns round, of the
+        stage's first where the next microbatch goes forward behind another's backward, and of an embedding that both ends
+        use beyond how often it comes."""
         if self.state.level(stage) < 3 or not self.state.software.gathers_ahead:
             return 0.0
-        units = StageParameters.of(self.state.layout, stage, alone).units
+        held = StageParameters.of(self.state.layout, stage, alone)
         turning, returning = actor_order(self.state.layout, stage, 0).turns
-        return turning * units[-1] + returning * units[0]
+        rounds, schedule = self._rounds(stage), self.state.layout.plan.schedule
+        comes = (rounds if schedule == "zero_bubble" else 1) + 2 * rounds * (len(held.units) > 2)
+        return turning * held.units[-1] + returning * held.units[0] + (2 * rounds - comes) * held.tied
 
 
 class Kept(NamedTuple):
