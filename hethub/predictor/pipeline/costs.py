@@ -154,12 +154,12 @@ class PlanCosts:
 
     def _shortest(self, stage: int, portion: Portion) -> tuple[float, float]:
         """Seconds of a forward and a backward of one sample, the least that a microbatch has, on the replica that is
-        through with it first."""
-        replicas = {
-            self.replica_key(stage, replica): replica for replica in range(len(self.plan.stages[stage].replicas))
-        }
-        found = [self.microbatch(stage, replica, 1, portion) for replica in replicas.values()]
-        return min(own.forward.total for own in found), min(own.backward.total for own in found)
+        through with it first, without what waits for collectives over replicas."""
+        number = len(self.plan.stages[stage].replicas)
+        replicas = {self.replica_key(stage, replica): replica for replica in range(number)}
+        found = zip(*(self.microbatch(stage, replica, 1, portion)[:2] for replica in replicas.values()), strict=True)
+        forward, backward = (min(each.total - each.dp for each in own) for own in found)
+        return forward, backward
 
     def _microbatch(self, stage: int, replica: int, samples: int, portion: Portion) -> MicrobatchCost:
         spec = self.layout.replica(stage, replica)

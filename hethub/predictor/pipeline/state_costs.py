@@ -209,10 +209,18 @@ class StateCosts:
             gather = shown + self.overlap_cost(stage) * (gather - shown)
         if stage_spec.zero == 1:
             return self._beside_backward(stage, ends, self.rings.seconds(stage, num_bytes), tail, norms, gather + norms)
-        if stage_spec.zero == 3:  # a step's first weights come before anything that would hide them
-            gather = self._by_layer(stage, ends, self.width)[0] if self.in_rounds(stage) else 0.0
+        if stage_spec.zero == 3:
+            gather = self._first_weights(stage, ends) if self.in_rounds(stage) else 0.0
         last = self.reduce_seconds(stage, ends)[0] if self.software.gathers_ahead else 0.0
         return Reduction(last + norms, last + norms, gather + norms)
+
+    def _first_weights(self, stage: int, ends: Portion) -> float:
+        """Seconds by which a step's first weights, which nothing hides, are later than other rounds': under 1F1B those have them
+        still; else they come beside weight gradients put off, some as long as a forward, or the last layer's forward."""
+        found, plan = self._by_layer(stage, ends, self.width)[0], self.layout.plan
+        if plan.schedule == "1f1b":
+            return found
+        return min(found, self._passes(stage, Portion(1, False, ends.last and plan.schedule != "zero_bubble"))[0])
 
     def norms_seconds(self, stage: int, portion: Portion) -> float:
         """What a portion's norms add to a sum and to sending weights, by themselves; passes hide both."""
@@ -258,8 +266,8 @@ class StateCosts:
         offloaded = "parameters" in self.layout.stages[stage].offload and not self.in_passes(stage)
         if not in_rounds and not offloaded:
             return 0.0, 0.0, 0.0
-        gathers = [self.gather_seconds(stage, portion, kind) for kind in (Kind.FORWARD, Kind.BACKWARD)]
-        layers = portion.layers
+        layers, kinds = portion.layers, (Kind.FORWARD, Kind.BACKWARD)
+        gathers = [self.gather_seconds(stage, portion, kind) for kind in kinds]
         reductions = self.reduce_seconds(stage, portion) if in_rounds else [0.0] * layers
         if not self.software.gathers_ahead:
             gather, reduce = sum(gathers[0]), sum(reductions)
@@ -351,27 +359,23 @@ class StateCosts:
         return self._by_layer(stage, portion, self.gradient_wire_bytes)
 
     @memoized
-    def _by_layer(
-        self, stage: int, portion: Portion, bytes_per_parameter: int, kind: Kind | None = None
-    ) -> list[float]:
-        """A collective per layer over the replicas of a stage, in a pass of this kind or once in a step; embedding and head
-        go with the layer beside them."""
-
-        def seconds(of: Portion) -> float:
-            return self.rings.seconds(stage, bytes_per_parameter * self.most_parameters(stage, of))
-
-        return self._each_layer(portion, seconds, self._ends_with_tied(stage, portion, kind))
+    def _by_layer(self, stage: int, portion: Portion, width: int, kind: Kind | None = None) -> list[float]:
+        """A collective of so many bytes a parameter per layer over the replicas of a stage, in a pass of this kind or once
+        in a step; embedding and head go with the layer beside them."""
+        return self._each_layer(
+            portion,
+            lambda of: self.rings.seconds(stage, width * self.most_parameters(stage, of)),
+            self._ends_with_tied(stage, portion, kind),
+        )
 
     def _ends_with_tied(self, stage: int, portion: Portion, kind: Kind | None) -> tuple[bool, bool]:
         """Whether an embedding that both ends of the stage use, a unit of its own, comes with a portion's first layer, and
         with its last: once in a step (None) with the first, where both have added to it; in a pass with the layer where that
         ends, and stays for the next pass. It never left where no layer lies between its ends; it has left before forwards
         behind weight gradients put off, and before passes that all microbatches make in turn."""
-        if kind is None:
-            return portion.first, False
         parted = self.whole[stage].layers > 2
-        if kind is Kind.BACKWARD:
-            return portion.first and parted, False
+        if kind is not Kind.FORWARD:
+            return portion.first and (parted or kind is None), False
         left = self.in_passes(stage) or self.layout.plan.schedule == "zero_bubble"
         return portion.first and left, portion.last and parted
 
