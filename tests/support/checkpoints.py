@@ -78,7 +78,6 @@ def load_and_save(world: Any, case: Case, source: Path, target: Path, chunk_elem
     trainer = build_trainer(world, case)
     store = CheckpointManager(source, 1, world)
     path = store.latest()
-    assert path is not None
     step = trainer.restore(store, path)
     again = CheckpointManager(target, 1, world)
     trainer.save(again, step, blocking=True)

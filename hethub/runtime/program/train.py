@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from hethub.communicator import Rendezvous, World
 from hethub.kernels.device import Device
+from hethub.runtime.checkpoint.manager import CheckpointFolder
 from hethub.runtime.data import Dataset
 from hethub.runtime.going_on import folder_to_resume
 from hethub.runtime.launch.consensus import all_gather, broadcast, consensus
@@ -19,7 +20,6 @@ from hethub.runtime.loop.build import BUILDING_SECONDS, connect_ranks
 from hethub.runtime.loop.plan import OpenedFolder, is_kept, left_at_defaults, open_folder
 from hethub.runtime.loop.read import Data, read_data, read_job, told
 from hethub.runtime.loop.steps import Ended, StepLoop, assumed_note
-from hethub.runtime.program.checkpoint import ProgramCheckpoints
 from hethub.runtime.program.planned import plan_program, priced, trace_job
 from hethub.runtime.program.subject import Subject, open_subject
 from hethub.runtime.program.trainer import ProgramTrainer, on_device
@@ -296,7 +296,9 @@ class _Loop(StepLoop):
     ) -> None:  # fmt: skip
         self._agreed, self._planned, self.trainer, self.items = agreed, planned, trainer, opened.subject.items
         kept = opened.job.spec.checkpoint
-        self._store = ProgramCheckpoints(planned.folder.checkpoints, kept.keep, world, keep_every=kept.keep_every)
+        self._store = CheckpointFolder(
+            planned.folder.checkpoints, kept.keep, world, keep_every=kept.keep_every, is_indexed=False
+        )
         done = consensus(
             meeting,
             "checkpoint",

@@ -12,12 +12,15 @@ from torch import Tensor
 from hethub.communicator import World
 from hethub.communicator.counters import since
 from hethub.kernels.device import Device
+from hethub.runtime.checkpoint.dcp import Part
+from hethub.runtime.checkpoint.elements import FIRST_MOMENT, SECOND_MOMENT, WEIGHTS, entry
+from hethub.runtime.checkpoint.manager import CheckpointFolder
 from hethub.runtime.checkpoint.record import check_model
 from hethub.runtime.data import Dataset
 from hethub.runtime.data.dataset import Batch as TokenBatch
 from hethub.runtime.loop.step_report import StepOutcome, gather_outcome
 from hethub.runtime.metrics import StepMetrics
-from hethub.runtime.program.checkpoint import Part, ProgramCheckpoints, load, read_record
+from hethub.runtime.program.checkpoint import load, read_record
 from hethub.runtime.program.subject import Batch, Subject
 from hethub.runtime.state.gradient_norm import clip_scale
 from hethub.runtime.state.learning_rate import Schedule, ScheduleState
@@ -28,7 +31,6 @@ from hethub.spec.job import TrainSpec
 from hethub.spec.model import ModelSpec
 from hethub.synthesis.lower import Step
 
-WEIGHTS, FIRST_MOMENT, SECOND_MOMENT = "weights", "exp_avg", "exp_avg_sq"
 ALIKE_EVERY = 100  # steps after which what all ranks have whole becomes rank 0's again
 
 
@@ -162,7 +164,7 @@ class ProgramTrainer:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def save(self, checkpoints: ProgramCheckpoints, step: int) -> None:
+    def save(self, checkpoints: CheckpointFolder, step: int) -> None:
         """Saves the state behind `step`, complete on return."""
         record = {"strategy": "hap", "step": step, "updates": self._updates, "has_fixed": True, **self._origin()}
         record["schedule"] = self.schedule.state.to_dict()
@@ -171,7 +173,7 @@ class ProgramTrainer:
         if self._dataset is not None:
             record["samples"] = self._dataset.position(step, self._train.global_batch)
             record["sources"] = self._dataset.fingerprints
-        checkpoints.save(step, list(self._parts(to_save=True)), record)
+        checkpoints.write(step, list(self._parts(to_save=True)), record)
 
     def restore(self, path: Path) -> int:
         """Takes up the state saved at `path`, under this or another program; the step that it was saved behind."""
@@ -191,9 +193,8 @@ class ProgramTrainer:
                     "a new run."
                 )
         with torch.no_grad():
-            load(
-                path, list(self._parts(to_save=False, has_fixed=record.get("has_fixed", False)))
-            )  # older ones have not
+            has_fixed = record.get("has_fixed", False)  # older ones have not
+            load(path, list(self._parts(to_save=False, has_fixed=has_fixed)))
         self._updates = int(record["updates"])
         if "schedule" in record:
             saved = build(ScheduleState, record["schedule"], source, "schedule", ("schedule",))
@@ -232,8 +233,8 @@ class ProgramTrainer:
             }
             for kind, tensor in values.items():
                 for offsets, view in self.step.chunks(name, tensor):
-                    yield Part(f"{kind}/{name}", self.step.shape(name), offsets, view)
+                    yield Part(entry(kind, name), self.step.shape(name), offsets, view)
         if to_save and self._world.rank:
             return
         for name, buffer in {**self.step.statistics(), **(self.step.fixed() if has_fixed else {})}.items():
-            yield Part(f"{WEIGHTS}/{name}", tuple(buffer.shape), (0,) * buffer.dim(), buffer)
+            yield Part(entry(WEIGHTS, name), tuple(buffer.shape), (0,) * buffer.dim(), buffer)

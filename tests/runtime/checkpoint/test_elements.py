@@ -121,7 +121,6 @@ def train_on(world: Any, case: Case, folder: Path | None, first: int, last: int)
     if folder is not None:
         store = CheckpointManager(folder, 1, world)
         path = store.latest()
-        assert path is not None
         assert trainer.restore(store, path) == first - 1
     losses = [trainer.run_step(step).loss for step in range(first, last + 1)]
     return losses, *state_parts(trainer)
@@ -221,7 +220,6 @@ def save_while_training(world: Any, case: Case, folder: Path) -> Any:
         trainer.save(store, 1, blocking=False)
     store.wait()
     path = store.latest()
-    assert path is not None
     trainer.restore(store, path)
     return before[0], state_parts(trainer)[0]
 
