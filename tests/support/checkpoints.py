@@ -43,7 +43,7 @@ def state_parts(trainer: TrainingRank) -> tuple[Parts, Parts]:
         return [], []
     trainer.stepping.flush()
     optimizer, storage = trainer.optimizer, trainer.storage
-    owned = [c for run in optimizer.runs for c in owned_chunks(run, state_of(optimizer, run))]
+    owned = [c for run in optimizer.runs for c in owned_chunks(run, state_of(run))]
     return numbers(owned), numbers(held_chunks(storage), prefix="held ")
 
 

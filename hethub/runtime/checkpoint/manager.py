@@ -257,7 +257,7 @@ class CheckpointManager(CheckpointFolder):
 def _optimizer_chunks(optimizer: Optimizer) -> Iterator[Chunk]:
     """What the optimizer keeps beside the weights: moments, and the masters of half precisions."""
     for run in optimizer.runs:
-        state = state_of(optimizer, run)
+        state = state_of(run)
         if not optimizer.keeps_masters:
             del state[WEIGHTS]
         yield from owned_chunks(run, state)
