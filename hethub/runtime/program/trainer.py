@@ -1,6 +1,5 @@
 """One rank of a run under a program: its step, AdamW on its shards, and its part of every checkpoint."""
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hethub.communicator import World
-from hethub.communicator.counters import since
 from hethub.kernels.device import Device
 from hethub.runtime.checkpoint.dcp import Part
 from hethub.runtime.checkpoint.elements import FIRST_MOMENT, SECOND_MOMENT, WEIGHTS, entry
@@ -18,7 +16,7 @@ from hethub.runtime.checkpoint.manager import CheckpointFolder
 from hethub.runtime.checkpoint.record import check_model
 from hethub.runtime.data import Dataset
 from hethub.runtime.data.dataset import Batch as TokenBatch
-from hethub.runtime.loop.step_report import StepOutcome, gather_outcome
+from hethub.runtime.loop.step_report import StepOutcome, StepReporter, gather_outcome, not_finite
 from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.program.checkpoint import load, read_record
 from hethub.runtime.program.subject import Batch, Subject
@@ -55,7 +53,7 @@ class ProgramTrainer:
         ) if shards else None  # fmt: skip
         self._updates = 0
         self._samples = train.global_batch  # of the last step; a factory's batches may differ
-        self._communicated = world.counters()
+        self._reporter = StepReporter(world)
 
     @property
     def num_items(self) -> int:
@@ -98,11 +96,7 @@ class ProgramTrainer:
             loss_scale=1.0,
         )
         if outcome.grad_norm is None:
-            raise RunFailed.everywhere(
-                self._world.rank,
-                f"step {step}: the gradient is not finite (loss {outcome.loss}). Lower train.lr, set train.grad_clip, or check "
-                "the data; the last checkpoint is not affected.",
-            )
+            raise not_finite(self._world.rank, step, outcome)
         self._update(step, shards, clip_scale(outcome.grad_norm, self._train.grad_clip))
         if step % ALIKE_EVERY == 0:
             self._make_alike(shards)
@@ -147,19 +141,14 @@ class ProgramTrainer:
 
     def metrics(self, step: int, outcome: StepOutcome, seconds: float, predicted: float) -> StepMetrics:
         """The line of metrics.jsonl for a step."""
-        before, self._communicated = self._communicated, self._world.counters()
         items = self.num_items * self._samples // self._train.global_batch
-        return StepMetrics(
-            step=step,
-            loss=outcome.loss if math.isfinite(outcome.loss) else None,
+        return self._reporter.metrics(
+            step,
+            outcome,
             tokens=items,
             step_seconds=seconds,
             predicted_step_seconds=predicted,
-            tokens_per_second=items / seconds,
-            grad_norm=outcome.grad_norm,
             lr=self.schedule.rate(step),
-            memory_bytes=outcome.memory_bytes,
-            communication=since(before, self._communicated),
         )
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
