@@ -42,8 +42,7 @@ class Command:
     words: tuple[str, ...]
     host: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    script: str | None = None
-    """What the command reads from its standard input."""
+    script: str | None = None  # what the command reads from its standard input
 
     def __str__(self) -> str:
         settings = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
