@@ -1,10 +1,9 @@
 """What a checkpoint says of itself: step, updates, model, precision, tokenizer, and what the trainer wants back."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
+from hethub.runtime.checkpoint.index import WholeNumber
 from hethub.runtime.state.learning_rate import ScheduleState
 from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Spec, build
@@ -14,9 +13,7 @@ from hethub.spec.model import ModelSpec
 
 RECORD = "record.json"
 
-WholeNumber = Annotated[int, Field(ge=0)]
-
-# Neither says how weights are laid out or what they compute.
+# None of them says how weights are laid out or what they compute.
 _FREE = {"name", "max_seq_len", "init_std"}
 
 
