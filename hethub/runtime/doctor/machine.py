@@ -7,12 +7,11 @@ import platform
 import shutil
 import socket
 import subprocess
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import hethub
+from hethub.runtime.launch.launcher_command import beside_python
 from hethub.spec.network import interfaces
 
 State = Literal["ok", "missing", "note"]
@@ -121,8 +120,7 @@ def _mpi() -> list[Finding]:
 
 def _find(program: str) -> str | None:
     """The program in this interpreter's environment, else on the PATH."""
-    here = Path(sys.executable).with_name(program)
-    return str(here) if here.exists() else shutil.which(program)
+    return shutil.which(beside_python(program))
 
 
 def _gpu_aware() -> str:
