@@ -39,13 +39,13 @@ class Part(NamedTuple):
 
 
 def write(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup, *, indexed: bool) -> None:
-    """Writes every rank's parts to `folder`, a file per rank, synced to disk, and where they are to be `indexed`, all of
-    flat entries, an index of ours; all ranks of `group` call it.
+    """Writes every rank's parts to `folder`, a file per rank, synced to disk; where `indexed` also an index of ours, which
+    knows one-dimensional entries only. All ranks of `group` call it.
 
     Raises CheckpointException on all ranks where one cannot write, or where the parts of all ranks together do not
     hold every element of every entry exactly once.
     """
-    # Nothing is copied ahead: what is large is in host memory, and the loader for that would open a device context.
+    # Nothing is copied ahead: a plan's parts are in host memory, and the loader for that would open a device context.
     writer = (_IndexedWriter if indexed else _Writer)(folder, per_thread_copy_ahead=0)
     dcp.save({}, storage_writer=writer, planner=_SavePlanner(parts), process_group=group)
 
