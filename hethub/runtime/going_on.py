@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def folder_to_resume(
     resume: Path | None,
     *,
     restarted: bool,
-    accept_changes: bool = False,
+    accept_changes: bool,
 ) -> Path | None:
     """The run folder to go on in, the same on all ranks; None for a new run. `restarted`: a launcher has started any of
     the ranks again.
@@ -82,10 +83,9 @@ def newest_run(job: Job, *, accept_changes: bool = False) -> Path | None:
 
 
 def _newest(folders: Sequence[Path]) -> Path | None:
-    written = {folder: newest_marker(RunFolder(folder).checkpoints) for folder in folders}
-    return max(
-        (folder for folder in folders if written[folder]), key=lambda folder: written[folder] or 0.0, default=None
-    )
+    """The folder whose newest checkpoint is the last written; None where none has any."""
+    written = [(time, folder) for folder in folders if (time := newest_marker(RunFolder(folder).checkpoints))]
+    return max(written, key=itemgetter(0), default=(0.0, None))[1]
 
 
 def _differences(folder: Path, job: Job) -> list[str]:

@@ -13,7 +13,7 @@ class StepMetrics:
 
     step: int
     loss: float | None  # None where fp16 overflowed in the forward
-    tokens: int
+    tokens: int  # or samples, of a module that brings batches of its own
     step_seconds: float
     predicted_step_seconds: float | None
     tokens_per_second: float

@@ -228,10 +228,8 @@ class RunFolder:
 
     def rows(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, without one that was never finished. Raises BadInput naming a damaged one."""
-        if not self.metrics.exists():
-            return []
         found = []
-        for number, line in enumerate(_lines(read_bytes(self.metrics, "metrics", _MOST_METRICS_BYTES)), 1):
+        for number, line in enumerate(_read_lines(self.metrics, "metrics"), 1):
             row = _row(line)
             if row is None:
                 raise BadInput(f"{self.metrics}, line {number}: is no line of metrics: {describe(line)}. Take it out.")
@@ -242,10 +240,7 @@ class RunFolder:
         """The last `count` of `rows`, without reading those before them. Raises BadInput as `rows`."""
         if not self.metrics.exists() or not self.metrics.stat().st_size:
             return []
-        with (
-            self.metrics.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-        ):
+        with self.metrics.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             stop = start = content.rfind(b"\n") + 1
             for _ in range(count):
                 start = content.rfind(b"\n", 0, max(0, start - 1)) + 1
@@ -262,7 +257,7 @@ class RunFolder:
         What to say of metrics that were lost: damaged lines are dropped too, and the file as it was is kept.
         """
         self._cut_stragglers(last_step)
-        lines = _lines(read_bytes(self.metrics, "metrics", _MOST_METRICS_BYTES)) if self.metrics.exists() else []
+        lines = _read_lines(self.metrics, "metrics")
         rows = [_row(line) for line in lines]
         kept = {
             row["step"]: line
@@ -285,7 +280,7 @@ class RunFolder:
     def _cut_stragglers(self, last_step: int) -> None:
         path = self.path / "drift.jsonl"
         if path.exists():
-            rows = map(_of_step, _lines(read_bytes(path, "drift", _MOST_METRICS_BYTES)))
+            rows = map(_of_step, _read_lines(path, "drift"))
             kept = [row for row in rows if row is not None and row["step"] <= last_step]
             self._write(path.name, "".join(f"{json.dumps(row)}\n" for row in kept))
 
@@ -301,6 +296,11 @@ def same_ranks(before: ClusterSpec, now: ClusterSpec) -> bool:
     """Whether the ranks are alike in what they measure: each one's machine and accelerator, and whether they are emulated."""
     alike = [(place.machine, place.accelerator) for place in before.places]
     return before.emulated == now.emulated and alike == [(place.machine, place.accelerator) for place in now.places]
+
+
+def _read_lines(path: Path, what: str) -> list[bytes]:
+    """The finished lines of a file, none where it is missing. Raises BadInput."""
+    return _lines(read_bytes(path, what, _MOST_METRICS_BYTES)) if path.exists() else []
 
 
 def _lines(content: bytes) -> list[bytes]:

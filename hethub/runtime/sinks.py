@@ -69,13 +69,9 @@ class Sinks:
         self._sinks: dict[str, Sink] = {}
         self._warn = warn
         if log.tensorboard:
-            self._try("tensorboard", lambda: self._add("tensorboard", TensorBoard(folder, first_step)))
-        if log.wandb is not None:
-            project = log.wandb
-            self._try("wandb", lambda: self._add("wandb", WeightsAndBiases(folder, project, config)))
-
-    def _add(self, name: str, sink: Sink) -> None:
-        self._sinks[name] = sink
+            self._try("tensorboard", lambda: self._sinks.update(tensorboard=TensorBoard(folder, first_step)))
+        if (project := log.wandb) is not None:
+            self._try("wandb", lambda: self._sinks.update(wandb=WeightsAndBiases(folder, project, config)))
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Tells every sink a line of metrics."""

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import all_gather_by_ranges, connect
-from hethub.runtime.launch.rendezvous import launch_info, rendezvous
+from hethub.runtime.launch.launcher_environment import launch_info
+from hethub.runtime.launch.rendezvous import rendezvous
 from hethub.spec.ranges import split
 from tests.support.command import PROJECT, needs_mpirun, start_mpirun
 from tests.support.ranks import start_ranks, values

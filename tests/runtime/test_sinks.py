@@ -69,7 +69,7 @@ def test_an_unknown_sink_and_a_profile_that_ends_first_are_refused(tmp_path: Pat
 def test_a_sink_that_fails_later_is_told_once_and_left_out(tmp_path: Path) -> None:
     said: list[str] = []
     with Sinks(LogSpec(), tmp_path, {}, said.append) as sinks:
-        sinks._add("broken", Broken())
+        sinks._sinks["broken"] = Broken()
         sinks.write(ROW)
         sinks.write(ROW)
     assert said == ["warning: broken is left out from here on (ConnectionError: the server is gone)"]

@@ -43,7 +43,7 @@ def state_parts(trainer: TrainingRank) -> tuple[Parts, Parts]:
         return [], []
     trainer.stepping.flush()
     optimizer, storage = trainer.optimizer, trainer.storage
-    owned = [c for run in optimizer.runs for c in owned_chunks(run, state_of(optimizer, run))]
+    owned = [c for run in optimizer.runs for c in owned_chunks(run, state_of(run))]
     return numbers(owned), numbers(held_chunks(storage), prefix="held ")
 
 
@@ -78,7 +78,6 @@ def load_and_save(world: Any, case: Case, source: Path, target: Path, chunk_elem
     trainer = build_trainer(world, case)
     store = CheckpointManager(source, 1, world)
     path = store.latest()
-    assert path is not None
     step = trainer.restore(store, path)
     again = CheckpointManager(target, 1, world)
     trainer.save(again, step, blocking=True)

@@ -124,19 +124,18 @@ def _parity(world: World, job: Job | None, progress: Progress) -> list[Row]:
 def _training() -> Iterator[Row]:
     """Rows of the parts that train, each in processes of its own: on one device, or on all of this machine."""
     devices = len(all_devices())
-    for parts, ranks in ((("repeats",), 1), (("speed",), 1), (("memory",), devices or CPU_RANKS)):
+    for part, ranks in (("repeats", 1), ("speed", 1), ("memory", devices or CPU_RANKS)):
         places = environments(min(ranks, devices), 0 if devices else ranks)
-        code, said, errors = run(["hethub.runtime.acceptance.training", *parts], places, timeout_seconds=PART_SECONDS)
-        names = ", ".join(parts)
+        code, said, errors = run(["hethub.runtime.acceptance.training", part], places, timeout_seconds=PART_SECONDS)
         if code != 0:
             last = (errors.strip().splitlines() or ["it said nothing"])[-1]
             yield Row(
-                what=f"training ({names})", where=platform.node(), state="fail", reason=f"exit code {code}: {last}"
+                what=f"training ({part})", where=platform.node(), state="fail", reason=f"exit code {code}: {last}"
             )
         else:
             # Whoever asked NCCL what it does (NCCL_DEBUG) has its lines there too.
             rows = next((line for line in reversed(said.splitlines()) if line.startswith("[{")), said)
-            yield from (Row(**row) for row in parse_json(rows.encode(), names, "rows"))
+            yield from (Row(**row) for row in parse_json(rows.encode(), part, "rows"))
     if not devices:
         for what in ("memory by the allocator", "1 B parameters, MFU"):
             yield Row(what=what, where=platform.node(), state="skipped", reason="needs a CUDA or ROCm device")

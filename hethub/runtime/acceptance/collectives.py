@@ -18,10 +18,10 @@ from hethub.spec.ranges import Range
 DEVICE_NUMEL, CPU_NUMEL = 5_000_003, 500_003
 AT_ONCE = 3  # of an operation: the third has the first one's memory
 
+# A Work, None where the caller has waited, and whether the result is right.
 Begun = tuple[Any, Callable[[], bool]]
-"""A Work, None where the caller has waited, and whether the result is right."""
+# Starts an operation on so many numbers, of a repetition; whether it is asynchronous comes last.
 Begin = Callable[[dist.ProcessGroup, World, int, int, bool], Begun]
-"""Starts an operation on so many numbers, of a repetition; whether it is asynchronous comes last."""
 
 
 def wrong_alone(group: dist.ProcessGroup, world: World, numel: int) -> list[str]:
@@ -98,14 +98,10 @@ def _all_to_all(group: dist.ProcessGroup, world: World, numel: int, step: int, i
 
 
 def _scatter_unevenly(group: dist.ProcessGroup, world: World, numel: int, step: int, is_async: bool) -> Begun:
-    mine = uneven(numel, group.size())[group.rank()]
-    flat = numbers(world, world.rank, numel, step)
-    work = reduce_scatter_by_ranges(group, flat, uneven(numel, group.size()), async_op=is_async)
-
-    def is_right() -> bool:
-        return torch.equal(_part(flat, mine), _part(total(world, group, numel, step), mine))
-
-    return work, is_right
+    ranges = uneven(numel, group.size())
+    mine, flat = ranges[group.rank()], numbers(world, world.rank, numel, step)
+    work = reduce_scatter_by_ranges(group, flat, ranges, async_op=is_async)
+    return work, lambda: torch.equal(_part(flat, mine), _part(total(world, group, numel, step), mine))
 
 
 def _gather_unevenly(group: dist.ProcessGroup, world: World, numel: int, step: int, is_async: bool) -> Begun:

@@ -1,13 +1,12 @@
-"""Ranges of flat tensors, written by torch.distributed.checkpoint (its published interfaces only).
+"""Parts of tensors, written by torch.distributed.checkpoint (its published interfaces only).
 
 Its import takes a second of processor time, so a run's start does without: the first save imports this file.
 """
 
-import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,28 +21,36 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from hethub.runtime.checkpoint.elements import Chunk
-from hethub.runtime.checkpoint.index import INDEX, METADATA
+from hethub.runtime.checkpoint.index import INDEX
 from hethub.spec.documents import write_whole
 
 
-def write(folder: Path, chunks: Sequence[Chunk], group: dist.ProcessGroup) -> None:
-    """Writes every rank's chunks to `folder`, one file per rank, synced to disk; all ranks of `group` call it.
+class Part(NamedTuple):
+    """`values` lie at `offsets` in the entry `key` of `shape`."""
 
-    Raises CheckpointException on all ranks where one cannot write, or where the chunks of all ranks together do not
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: Tensor
+
+    @property
+    def place(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.offsets), self.values.size())
+
+
+def write(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup, *, indexed: bool) -> None:
+    """Writes every rank's parts to `folder`, a file per rank, synced to disk; where `indexed` also an index of ours, which
+    knows one-dimensional entries only. All ranks of `group` call it.
+
+    Raises CheckpointException on all ranks where one cannot write, or where the parts of all ranks together do not
     hold every element of every entry exactly once.
     """
-    # Nothing is copied ahead: the chunks are in host memory, and the loader for that would open a device context.
-    writer = IndexedWriter(folder, per_thread_copy_ahead=0)
-    dcp.save({}, storage_writer=writer, planner=_SavePlanner(chunks), process_group=group)
+    # Nothing is copied ahead: a plan's parts are in host memory, and the loader for that would open a device context.
+    writer = (_IndexedWriter if indexed else _Writer)(folder, per_thread_copy_ahead=0)
+    dcp.save({}, storage_writer=writer, planner=_SavePlanner(parts), process_group=group)
 
 
-def own_files(folder: Path, rank: int) -> list[str]:
-    """The names of what `write` wrote on this rank; the coordinator, rank 0, writes metadata and index too."""
-    return [path.name for path in folder.glob(f"__{rank}_*")] + ([METADATA, INDEX] if rank == 0 else [])
-
-
-class Writer(dcp.FileSystemWriter):
+class _Writer(dcp.FileSystemWriter):
     """DCP's writer, which says what the system refused."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
@@ -55,7 +62,7 @@ class Writer(dcp.FileSystemWriter):
             raise (refused if isinstance(refused, OSError) else error) from None
 
 
-class IndexedWriter(Writer):
+class _IndexedWriter(_Writer):
     """A writer that on the coordinator leaves the index too."""
 
     def finish(self, metadata: Metadata, results: Any) -> None:
@@ -75,33 +82,25 @@ def _described(key: str, saved: object, places: dict[MetadataIndex, Any]) -> dic
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Saves chunks as they are; the default planner then checks that they hold every element once."""
+    """Saves parts as they are; the default planner then checks that they hold every element once."""
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, parts: Sequence[Part]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._chunks = {_index(chunk): chunk for chunk in chunks}
-        assert len(self._chunks) == len(chunks), "two chunks of this rank start at the same element"
+        self._parts = {MetadataIndex(part.key, torch.Size(part.offsets)): part for part in parts}
+        assert len(self._parts) == len(parts), "two parts of this rank start at the same element"
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self.state_dict, self.is_coordinator = state_dict, is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_write_item(index, chunk) for index, chunk in self._chunks.items()])
+        self.plan = SavePlan(list(self._items()))
         return self.plan
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        return self._chunks[write_item.index].values
+    def _items(self) -> Iterator[WriteItem]:
+        for index, part in self._parts.items():
+            properties = TensorProperties(dtype=part.values.dtype)
+            data = TensorWriteData(chunk=part.place, properties=properties, size=torch.Size(part.shape))
+            yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
-
-def _index(chunk: Chunk) -> MetadataIndex:
-    return MetadataIndex(chunk.key, torch.Size([chunk.offset]))
-
-
-def _place(chunk: Chunk) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size([chunk.offset]), chunk.values.size())
-
-
-def _write_item(index: MetadataIndex, chunk: Chunk) -> WriteItem:
-    properties = TensorProperties(dtype=chunk.values.dtype)
-    data = TensorWriteData(chunk=_place(chunk), properties=properties, size=torch.Size([chunk.numel]))
-    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._parts[write_item.index].values.detach().cpu()

@@ -38,22 +38,14 @@ def entry(kind: str, name: str) -> str:
     return f"{kind}/{name}"
 
 
-def state_of(optimizer: Optimizer, run: OwnedRun) -> dict[str, Tensor]:
+def state_of(run: OwnedRun) -> dict[str, Tensor]:
     """The optimizer's own tensors for an owned run by kind, each with an element for every one of the run's."""
-    return dict(zip(KINDS, (run.master, *optimizer.moments(run)), strict=True))
+    return dict(zip(KINDS, run.state, strict=True))
 
 
-def owned_chunks(run: OwnedRun, values: Mapping[str, Tensor]) -> Iterator[Chunk]:
-    """`values` (a tensor per kind, elements as in the run) as views that a checkpoint knows by key and offset."""
-    yield from _chunks(run, values, None)
-
-
-def saved_chunks(run: OwnedRun, values: Mapping[str, Tensor]) -> Iterator[Chunk]:
-    """As `owned_chunks`, what this rank writes of it."""
-    yield from _chunks(run, values, run.saved)
-
-
-def _chunks(run: OwnedRun, values: Mapping[str, Tensor], wanted: Sequence[Range] | None) -> Iterator[Chunk]:
+def owned_chunks(run: OwnedRun, values: Mapping[str, Tensor], wanted: Sequence[Range] | None = None) -> Iterator[Chunk]:
+    """`values` (a tensor per kind, elements as in the run) as views that a checkpoint knows by key and offset; only what
+    lies in the ranges `wanted` of the flat axis, where these are given."""
     for (placed, span), place in zip(run.axis, from_sizes(span.size for _, span in run.axis), strict=True):
         for part in [span] if wanted is None else [overlap(span, each) for each in wanted]:
             where = part.shift(place.start - span.start)
@@ -97,7 +89,7 @@ def snapshot(optimizer: Optimizer, device: Device) -> list[Chunk]:
     chunks = []
     most = most_elements(optimizer.storage.state.layout.model.parameters)
     for run in optimizer.runs:
-        for chunk in saved_chunks(run, state_of(optimizer, run)):
+        for chunk in owned_chunks(run, state_of(run), run.saved):
             for piece in cut(chunk, most):
                 copy = device.host_buffer(piece.values.nbytes).view(piece.values.dtype)
                 copy.copy_(piece.values, non_blocking=True)

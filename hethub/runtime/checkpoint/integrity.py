@@ -18,7 +18,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hethub.runtime.checkpoint.index import INDEX, METADATA, DamagedCheckpoint, check_elements, read_index
+from hethub.runtime.checkpoint.index import INDEX, METADATA, DamagedCheckpoint, WholeNumber, check_elements, read_index
 from hethub.runtime.checkpoint.record import RECORD, read_record
 from hethub.spec.base import Spec, build
 from hethub.spec.documents import Source, read_json, write_whole
@@ -29,7 +29,7 @@ _NAME = re.compile(r"step-([0-9]+)")
 _PARTIAL = ".partial"
 
 FileName = Annotated[str, Field(pattern=r"^\.?[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")]
-FileMark = tuple[Annotated[int, Field(ge=0)], Annotated[str, Field(pattern="^[0-9a-f]{32}$")]]
+FileMark = tuple[WholeNumber, Annotated[str, Field(pattern="^[0-9a-f]{32}$")]]
 
 Faults = Callable[[Path], list[str]]
 

@@ -1,24 +1,29 @@
 """The checkpoints of a run: written in the background, complete or not there at all, the newest few kept."""
 
+import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from hethub.communicator import World
 from hethub.runtime.checkpoint import integrity
 from hethub.runtime.checkpoint.elements import WEIGHTS, Chunk, held_chunks, owned_chunks, snapshot, state_of
+from hethub.runtime.checkpoint.index import INDEX, METADATA
 from hethub.runtime.checkpoint.reader import Reader
-from hethub.runtime.checkpoint.record import RECORD, CheckpointRecord, read_record, write_record
+from hethub.runtime.checkpoint.record import RECORD, CheckpointRecord, read_record
 from hethub.runtime.checkpoint.shared import require_shared
 from hethub.runtime.state.optimizer import Optimizer
-from hethub.spec.documents import set_aside
+from hethub.spec.documents import set_aside, write_whole
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.layout.bind import Layout
+
+if TYPE_CHECKING:
+    from hethub.runtime.checkpoint.dcp import Part
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +40,7 @@ class CheckpointFolder:
     """The checkpoints in `folder`, of which the newest `keep` stay, and for good those of every `keep_every`th step: all
     ranks write one together, or none is there.
 
-    All ranks build it and make the same calls in the same order; `is_indexed` says that checkpoints have an index of ours,
+    All ranks build it and make the same calls in the same order; checkpoints that are `is_indexed` have an index of ours,
     which is checked too. Raises BadInput where a rank does not see `folder`.
     """
 
@@ -65,11 +70,13 @@ class CheckpointFolder:
                 _log.warning("%s is newer than what training goes on from: it is %s now", path, set_aside(path))
         self._remove_old()
 
-    def write_folder(self, step: int, write: Callable[[Path], None], finish: Callable[[Path], Marks]) -> None:
-        """Complete on return. Files first (`write`, then `finish`, which gives this rank's), then the marker, then the
+    def write(self, step: int, parts: "Sequence[Part]", record: dict[str, Any]) -> None:
+        """Writes every rank's parts, and rank 0's `record`; complete on return. Files first, then the marker, then the
         name. Raises RunFailed on all ranks where one cannot."""
         # A second of imports, which a run's start need not wait for.
         from torch.distributed.checkpoint import CheckpointException
+
+        from hethub.runtime.checkpoint import dcp
 
         partial = integrity.partial_of(self.path_of(step))
         what = f"checkpoint of step {step}"
@@ -77,11 +84,11 @@ class CheckpointFolder:
             try:
                 self._everywhere(what, lambda: self._prepare(partial))
                 try:
-                    write(partial)
+                    dcp.write(partial, parts, self._group, indexed=self._is_indexed)
                 except CheckpointException as error:
                     causes = {rank: cause for rank, (cause, _) in error.failures.items()}
                     raise self._failed(what, causes) from error
-                files = self._everywhere(what, lambda: finish(partial))
+                files = self._everywhere(what, lambda: self._finish(partial, record))
                 self._everywhere(what, lambda: self._complete(partial, files))
             except RunFailed:  # all ranks have told, so none writes there any more
                 if self._world.rank == 0:
@@ -92,6 +99,14 @@ class CheckpointFolder:
         if self._world.rank == 0:
             integrity.remove(partial)
             partial.mkdir(parents=True)
+
+    def _finish(self, partial: Path, record: dict[str, Any]) -> Marks:
+        """The checksums of this rank's files: on rank 0 also of the record, and of what DCP's coordinator has written."""
+        names = [path.name for path in partial.glob(f"__{self._world.rank}_*")]
+        if self._world.rank == 0:
+            write_whole(partial / RECORD, json.dumps(record, indent=1))
+            names += [METADATA, *([INDEX] if self._is_indexed else []), RECORD]
+        return integrity.checksums(partial, names)
 
     def _complete(self, partial: Path, files: list[Marks]) -> None:
         if self._world.rank == 0:
@@ -144,8 +159,8 @@ class CheckpointFolder:
             f"removed.{remedy}",
         )
 
-    def latest(self, step: int | None = None) -> Path | None:
-        """The newest whole checkpoint, or that of `step`, the same on all ranks; None where there is none at all.
+    def latest(self, step: int | None = None) -> Path:
+        """The newest whole checkpoint, or that of `step`, the same on all ranks.
 
         Newer ones that are damaged are named in a warning. Raises on all ranks BadInput where none is whole, or one is not
         of this hethub, and RunFailed where one cannot be read.
@@ -153,7 +168,12 @@ class CheckpointFolder:
         found = [path for path in integrity.candidates(self.folder) if step in (None, integrity.step_of(path))]
         names = self._world.all_gather_objects([path.name for path in found])[0]
         warn = _log.warning if self._world.rank == 0 else _log.debug
-        return integrity.first_intact([self.folder / name for name in names], self._faults, warn)
+        path = integrity.first_intact([self.folder / name for name in names], self._faults, warn)
+        if path is None:
+            raise BadInput(
+                f"{self.folder}: there is no complete checkpoint to resume from; start the job anew without --resume."
+            )
+        return path
 
     def _faults(self, path: Path) -> list[str]:
         """What all ranks together find damaged in a checkpoint, each having read a part of it."""
@@ -211,24 +231,11 @@ class CheckpointManager(CheckpointFolder):
 
     def _write(self, record: CheckpointRecord, chunks: list[Chunk]) -> None:
         """Runs in the writing thread on all ranks."""
-        from hethub.runtime.checkpoint import dcp
+        from hethub.runtime.checkpoint.dcp import Part
 
-        self.write_folder(
-            record.step,
-            lambda partial: dcp.write(partial, chunks, self._group),
-            lambda partial: self._finish_files(partial, record),
-        )
+        parts = [Part(chunk.key, (chunk.numel,), (chunk.offset,), chunk.values) for chunk in chunks]
+        self.write(record.step, parts, record.to_dict())
         self._newest_step = record.step
-
-    def _finish_files(self, partial: Path, record: CheckpointRecord) -> Marks:
-        """The checksums of this rank's files, the record among them on rank 0."""
-        from hethub.runtime.checkpoint import dcp
-
-        names = dcp.own_files(partial, self._world.rank)
-        if self._world.rank == 0:
-            write_record(record, partial)
-            names.append(RECORD)
-        return integrity.checksums(partial, names)
 
     # -- restoring -------------------------------------------------------------------------------------------------
 
@@ -250,7 +257,7 @@ class CheckpointManager(CheckpointFolder):
 def _optimizer_chunks(optimizer: Optimizer) -> Iterator[Chunk]:
     """What the optimizer keeps beside the weights: moments, and the masters of half precisions."""
     for run in optimizer.runs:
-        state = state_of(optimizer, run)
+        state = state_of(run)
         if not optimizer.keeps_masters:
             del state[WEIGHTS]
         yield from owned_chunks(run, state)

@@ -1,23 +1,19 @@
 """What a checkpoint says of itself: step, updates, model, precision, tokenizer, and what the trainer wants back."""
 
-import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
+from hethub.runtime.checkpoint.index import WholeNumber
 from hethub.runtime.state.learning_rate import ScheduleState
 from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Spec, build
-from hethub.spec.documents import Source, read_json, write_whole
+from hethub.spec.documents import Source, read_json
 from hethub.spec.errors import BadInput
 from hethub.spec.model import ModelSpec
 
 RECORD = "record.json"
 
-WholeNumber = Annotated[int, Field(ge=0)]
-
-# Neither says how weights are laid out or what they compute.
+# None of them says how weights are laid out or what they compute.
 _FREE = {"name", "max_seq_len", "init_std"}
 
 
@@ -69,11 +65,6 @@ def check_model(saved: ModelSpec, given: ModelSpec, path: Path) -> None:
 def _facts(model: ModelSpec) -> dict[str, Any]:
     resolved = {"kv_heads": model.num_kv_heads, "head_dim": model.head_size, "gated": model.is_gated}
     return {key: value for key, value in (model.model_dump() | resolved).items() if key not in _FREE}
-
-
-def write_record(record: CheckpointRecord, folder: Path) -> None:
-    """Writes record.json, synced to disk; `extra` keeps its numbers bit by bit."""
-    write_whole(folder / RECORD, json.dumps(record.to_dict(), indent=1))
 
 
 def read_record(path: Path) -> CheckpointRecord:

@@ -72,7 +72,6 @@ class ChatTemplate:
         )
         environment.globals["raise_exception"] = refuse
         environment.filters["tojson"] = _json  # jinja's own writes < and & for HTML
-        self._error = jinja2.TemplateError
         try:
             return environment.from_string(str(self.text))
         except jinja2.TemplateError as error:

@@ -1,7 +1,7 @@
 """The samples of a run: by seed and number, whoever asks, from one source or a weighted mixture."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -72,13 +72,13 @@ class Dataset:
         """The identity of that tokenizer."""
         return self.streams[0].tokenizer
 
-    def check_epoch(self, num_samples: int, what: str) -> None:
-        """Raises BadInput where the first `num_samples` samples are more than a source has; `what` asks for them."""
+    def check_epoch(self, num_samples: int) -> None:
+        """Raises BadInput where an evaluation, of the first `num_samples` samples, takes more than a source has."""
         for stream, taken in zip(self.streams, counts(num_samples, self._shares), strict=True):
             if taken > stream.num_windows:
                 raise BadInput(
-                    f"{stream.name}: {what} takes {taken:,} samples of it, and it has {stream.num_windows:,} of seq_len "
-                    f"{self.seq_len}, so some would count twice. Give more data, or lower eval.batches."
+                    f"{stream.name}: an evaluation of eval.batches takes {taken:,} samples of it, and it has "
+                    f"{stream.num_windows:,} of seq_len {self.seq_len}, so some would count twice. Give more data, or lower eval.batches."
                 )
 
     def epochs(self, num_samples: int) -> list[float]:
@@ -115,7 +115,9 @@ class Dataset:
             return Batch(inputs, targets)
         return Batch(inputs, np.where(self._predicted(step, global_batch, start, stop), targets, IGNORED))
 
-    def _drawn(self, step: int, global_batch: int, start: int, stop: int):  # type: ignore[no-untyped-def]
+    def _drawn(
+        self, step: int, global_batch: int, start: int, stop: int
+    ) -> Iterator[tuple[Stream, NDArray[np.bool_], NDArray[np.int64]]]:
         """Each stream with the samples [start, stop) of a step that it gives: which they are, and where they begin."""
         assert 0 <= start <= stop <= global_batch, (start, stop, global_batch)
         first = self._before + (step - self._origin) * global_batch

@@ -143,27 +143,26 @@ def _opened(path: Path) -> BinaryIO:
     """The file, whose text is to be read. Raises BadInput where it is compressed, a parquet or token file, or in an
     encoding of Windows'."""
     file = path.open("rb")
-    start = file.peek(16)
-    if start.startswith(b"PAR1"):
+    if what := _no_text(file.peek(16)):
         file.close()
-        raise BadInput(
-            f"{path}: is a parquet file, and text is read as it is. A job reads it with source: parquet; for `hethub tokenise` "
-            "write its column as jsonl."
+        raise BadInput(f"{path}: is {what}")
+    return file
+
+
+def _no_text(start: bytes) -> str | None:
+    """What a file is that begins so, and what to do about it; None where it may be text."""
+    if start.startswith(b"PAR1"):
+        return (
+            "a parquet file, and text is read as it is. A job reads it with source: parquet; for `hethub tokenise` write its "
+            "column as jsonl."
         )
     if start.startswith(TOKEN_FILE):
-        file.close()
-        raise BadInput(
-            f"{path}: is a token file, and text is read as it is. A job reads it with source: tokens; take it out of a folder of text."
-        )
+        return "a token file, and text is read as it is. A job reads it with source: tokens; take it out of a folder of text."
     if found := next((how for magic, how in _COMPRESSED.items() if start.startswith(magic)), None):
-        file.close()
-        raise BadInput(f"{path}: is compressed by {found}, and text is read as it is. Unpack the file.")
+        return f"compressed by {found}, and text is read as it is. Unpack the file."
     if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or b"\0" in start[:4]:
-        file.close()
-        raise BadInput(
-            f"{path}: is UTF-16 or UTF-32, and text is read as UTF-8. Convert it (iconv -f utf-16 -t utf-8)."
-        )
-    return file
+        return "UTF-16 or UTF-32, and text is read as UTF-8. Convert it (iconv -f utf-16 -t utf-8)."
+    return None
 
 
 def _decode(block: bytes, path: Path, position: int) -> str:

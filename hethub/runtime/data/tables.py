@@ -56,30 +56,31 @@ def _saved_files(folder: Path) -> list[Path]:
 def table_pieces(files: list[Path], kind: str, column: str) -> Iterator[Piece]:
     """The text of the column, a document per row; empty ones are left out. A file's bytes are shared among its rows."""
     arrow = _pyarrow()
+    read, what = (_parquet, "parquet file") if kind == "parquet" else (_saved, "file of a saved dataset")
     for path in files:
         try:
-            yield from _file_pieces(arrow, path, kind, column)
+            yield from read(arrow, path, column)
         except (arrow.ArrowException, OSError) as error:
-            what = "parquet file" if kind == "parquet" else "file of a saved dataset"
             raise BadInput(
                 f"{path}: cannot be read as a {what} ({str(error).splitlines()[0]}). Copy it again."
             ) from None
 
 
-def _file_pieces(arrow: Any, path: Path, kind: str, column: str) -> Iterator[Piece]:
+def _parquet(arrow: Any, path: Path, column: str) -> Iterator[Piece]:
     size, row = path.stat().st_size, 0
-    if kind == "parquet":
-        with arrow.parquet.ParquetFile(path) as file:
-            num_rows = file.metadata.num_rows
-            _check(arrow, file.schema_arrow, column, path)
-            for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
-                for value in batch.column(0):
-                    row += 1
-                    yield from _piece(value, row, size * row // num_rows - size * (row - 1) // num_rows, path, column)
-        return
+    with arrow.parquet.ParquetFile(path) as file:
+        num_rows = file.metadata.num_rows
+        _check(arrow, file.schema_arrow, column, path)
+        for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
+            for value in batch.column(0):
+                row += 1
+                yield from _piece(value, row, size * row // num_rows - size * (row - 1) // num_rows, path, column)
+
+
+def _saved(arrow: Any, path: Path, column: str) -> Iterator[Piece]:
+    before = row = 0
     with arrow.memory_map(str(path)) as source, arrow.ipc.open_stream(source) as stream:
         _check(arrow, stream.schema, column, path)
-        before = 0
         for batch in stream:
             position, count = source.tell(), len(batch)
             for value in batch.column(stream.schema.get_field_index(column)):

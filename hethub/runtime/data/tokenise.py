@@ -44,7 +44,7 @@ class TokeniseSummary:
         )
 
 
-def tokenise_data(spec: DataSpec, base: Path, cache: Path, *, progress: bool = True) -> None:
+def tokenise_data(spec: DataSpec, base: Path, cache: Path, *, progress: bool) -> None:
     """Makes tokens of every text of a job that `cache` does not hold yet, so that `open_dataset` only maps them.
 
     Raises BadInput, RunFailed where the disk fails.

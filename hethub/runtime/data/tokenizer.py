@@ -169,7 +169,8 @@ def _encode_bytes(texts: Sequence[str]) -> list[NDArray[Any]]:
     return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
 
-def _from_file(path: Path) -> Tokenizer:
+def _loaded(path: Path) -> tuple[Any, str]:
+    """A tokenizer.json as the package tokenizers has it, and the hash of the file. Raises BadInput."""
     try:
         check_regular(path, "a tokenizer")
         with path.open("rb") as file:
@@ -194,6 +195,11 @@ def _from_file(path: Path) -> Tokenizer:
     # What a file says about padding and truncation is meant for single prompts; here it would cut or fill documents.
     loaded.no_padding()
     loaded.no_truncation()
+    return loaded, hashlib.sha256(content).hexdigest()
+
+
+def _from_file(path: Path) -> Tokenizer:
+    loaded, file_hash = _loaded(path)
 
     def encodings(texts: Sequence[str], *, special: bool = False) -> list[Any]:
         try:
@@ -221,7 +227,7 @@ def _from_file(path: Path) -> Tokenizer:
     return Tokenizer(
         name=str(path),
         identity=hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest(),
-        file=hashlib.sha256(content).hexdigest(),
+        file=file_hash,
         vocab=1 + max(vocabulary.values(), default=0),
         end_of_document=next((end for end in ends if end is not None), None),
         encode=encode,

@@ -7,12 +7,11 @@ import platform
 import shutil
 import socket
 import subprocess
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import hethub
+from hethub.runtime.launch.launcher_command import beside_python
 from hethub.spec.network import interfaces
 
 State = Literal["ok", "missing", "note"]
@@ -33,7 +32,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything worth knowing of this machine, in the order in which it matters."""
-    findings = [
+    return [
         Finding(what="hethub", state="ok", found=f"{hethub.__version__}, Python {platform.python_version()}"),
         *_torch(),
         *_mpi(),
@@ -43,7 +42,6 @@ def examine() -> list[Finding]:
         _host_name(),
         _shared_memory(),
     ]
-    return findings
 
 
 CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy-rocm-7-0", "cupy")
@@ -63,16 +61,10 @@ def _torch() -> list[Finding]:
     import torch
     import torch.distributed as dist
 
-    from hethub.kernels.device import VISIBLE_DEVICES, detect_vendor
+    from hethub.kernels.device import VISIBLE_DEVICES
 
-    vendor = detect_vendor()
-    build = (
-        f"ROCm {torch.version.hip}"
-        if torch.version.hip
-        else f"CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else "CPU"
-    )
+    maker, number = ("ROCm", torch.version.hip) if torch.version.hip else ("CUDA", torch.version.cuda)
+    build = f"{maker} {number}" if number else "CPU"
     libraries = [
         name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there
     ]
@@ -84,26 +76,27 @@ def _torch() -> list[Finding]:
     visible = "; ".join(f"{name}={os.environ[name]}" for name in VISIBLE_DEVICES if name in os.environ)
     if visible:
         found.append(Finding(what="visible devices", state="note", found=visible))
+    return [*found, *_accelerators(build)]
+
+
+def _accelerators(build: str) -> list[Finding]:
+    """What torch, of this build, sees, and the library by which its devices communicate."""
+    import torch
+
+    from hethub.kernels.device import detect_vendor
+
+    vendor, what = detect_vendor(), "accelerators"
     if vendor == "cpu" and build != "CPU":
         remedy = "look for the driver (nvidia-smi, rocm-smi), the container's devices and *_VISIBLE_DEVICES"
-        return [
-            *found,
-            Finding(
-                what="accelerators", state="missing", found=f"torch is a {build} build and sees none", remedy=remedy
-            ),
-        ]
+        return [Finding(what=what, state="missing", found=f"torch is a {build} build and sees none", remedy=remedy)]
     if vendor == "cpu":
         remedy = "on a GPU node, install the vendor's build of torch (see README, Installing)"
-        return [
-            *found,
-            Finding(what="accelerators", state="note", found="none: ranks here run on the CPU", remedy=remedy),
-        ]
+        return [Finding(what=what, state="note", found="none: ranks here run on the CPU", remedy=remedy)]
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     library = "RCCL" if vendor == "amd" else "NCCL"
     version = ".".join(map(str, torch.cuda.nccl.version()))
     return [
-        *found,
-        Finding(what="accelerators", state="ok", found=f"{vendor}: {', '.join(names)}"),
+        Finding(what=what, state="ok", found=f"{vendor}: {', '.join(names)}"),
         Finding(what=library, state="ok", found=version),
     ]
 
@@ -127,8 +120,7 @@ def _mpi() -> list[Finding]:
 
 def _find(program: str) -> str | None:
     """The program in this interpreter's environment, else on the PATH."""
-    here = Path(sys.executable).with_name(program)
-    return str(here) if here.exists() else shutil.which(program)
+    return shutil.which(beside_python(program))
 
 
 def _gpu_aware() -> str:

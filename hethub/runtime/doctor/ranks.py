@@ -25,8 +25,7 @@ class RankReport(Facts):
     """One rank as it sees itself."""
 
     host_identity: str
-    identity: str | None
-    """What tells its device from every other; None on a CPU."""
+    identity: str | None  # what tells its device from every other; None on a CPU
     address: str
     findings: list[dict[str, str]]
 
@@ -41,8 +40,7 @@ class RanksExamined:
 
     ranks: list[RankReport]
     findings: list[Finding]
-    relay: str = "auto"
-    """What the job says of relays."""
+    relay: str = "auto"  # what the job says of it
 
     def relays_of(self, rank: int) -> str:
         """Which relays the job takes from this rank: `shm inside nv1; gloo to amd1`."""

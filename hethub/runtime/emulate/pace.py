@@ -38,8 +38,8 @@ class EmulatedPace(Pace):
         layout: Layout,
         world: EmulatedWorld,
         spec: EmulationSpec,
-        profile: ProfileSpec | None = None,
-        software: Software = HETHUB,
+        profile: ProfileSpec | None,
+        software: Software,
     ) -> None:
         self.rank, self._clock = world.rank, world.clock
         self._world, self._spec, self._profile, self._software = world, spec, profile, software
@@ -80,14 +80,16 @@ class EmulatedPace(Pace):
         self._begin(kind, self._times.layer(kind, layer, self._samples) if self._samples else 0.0)
 
     def leave(self) -> None:
-        self._end()
+        self._clock.end()
+        own = monotonic() - self._began - (self._clock.waited_seconds - self._waited)
+        self._real[self._kind] = self._real.get(self._kind, 0.0) + own
 
     @contextmanager
     def stepping(self, num_elements: int) -> Iterator[None]:
         real, emulated = self._sums()
         self._begin(Kind.STEP, self._times.optimizer(num_elements))
         yield
-        self._end()
+        self.leave()
         self._count_overrun(real, emulated)
 
     def take_busy_seconds(self) -> dict[str, float] | None:
@@ -121,11 +123,6 @@ class EmulatedPace(Pace):
             sums[kind] = sums.get(kind, 0.0) + seconds
         self._clock.begin(seconds)
         self._began, self._waited = monotonic(), self._clock.waited_seconds
-
-    def _end(self) -> None:
-        self._clock.end()
-        own = monotonic() - self._began - (self._clock.waited_seconds - self._waited)
-        self._real[self._kind] = self._real.get(self._kind, 0.0) + own
 
     def _sums(self) -> tuple[float, float]:
         return sum(self._real.values()), sum(self._emulated.values())

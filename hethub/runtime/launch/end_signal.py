@@ -26,10 +26,10 @@ class EndSignal:
     """Inside its `with` block, SIGTERM and SIGUSR1 end this rank at once, with the reason that is known.
 
     torchrun sends SIGTERM to the others as soon as one rank has ended; SIGUSR1 asks a run to save and exit, which here
-    has nothing to save yet. Python's own handlers wait for the main thread, which
-    may stand in a native call; so a thread waits for the signal's number on a pipe. Where another handler takes the
-    signal over, as the training loop's does, that one counts. A rank that has failed, and so leaves the block, has time
-    to say why; behind a block that ends well nobody hears SIGUSR1, since what is left is short.
+    has nothing to save yet. Python's own handlers wait for the main thread, which may stand in a native call; so a
+    thread waits for the signal's number on a pipe. Where another handler takes the signal over, as the training loop's
+    does, that one counts. A rank that has failed, and so leaves the block, has time to say why; behind a block that
+    ends well nobody hears SIGUSR1, since what is left is short.
     """
 
     def __init__(self, watch: Watch) -> None:

@@ -42,8 +42,7 @@ class Command:
     words: tuple[str, ...]
     host: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    script: str | None = None
-    """What the command reads from its standard input."""
+    script: str | None = None  # what the command reads from its standard input
 
     def __str__(self) -> str:
         settings = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
@@ -80,7 +79,7 @@ def _mpirun(cluster: ClusterSpec, train: Sequence[str]) -> tuple[str, ...]:
     Open MPI would bind a rank to one core, which autograd, the relays, a checkpoint's writer and compilers share then.
     """
     local = is_local(cluster)
-    words = [_beside_python("mpirun"), "--continuous", "--bind-to", "none", *(("--oversubscribe",) if local else ())]
+    words = [beside_python("mpirun"), "--continuous", "--bind-to", "none", *(("--oversubscribe",) if local else ())]
     if cluster.network is not None and not local:
         words += ["--prtemca", "prte_if_include", cluster.network]
     words += _daemon(cluster)
@@ -170,7 +169,7 @@ def _batch_script(job: Path, cluster: ClusterSpec, extra: Sequence[str]) -> str:
 def _torchrun(cluster: ClusterSpec, train: Sequence[str]) -> list[Command]:
     token = {TOKEN_VARIABLE: secrets.token_hex(16)}
     if is_local(cluster):
-        words = (_beside_python("torchrun"), "--standalone", f"--nproc-per-node={cluster.size}", "-m", "hethub", *train)
+        words = (beside_python("torchrun"), "--standalone", f"--nproc-per-node={cluster.size}", "-m", "hethub", *train)
         return [Command(words=words, environment=token)]
     counts = {node.accelerators for node in cluster.nodes}
     machines = [(host, node) for node in cluster.nodes for host in hosts_of(node)]
@@ -211,7 +210,7 @@ def is_local(cluster: ClusterSpec) -> bool:
     )
 
 
-def _beside_python(program: str) -> str:
+def beside_python(program: str) -> str:
     """The program of this very environment where it has one: an mpirun of another MPI would not fit mpi4py."""
     here = Path(sys.executable).with_name(program)
     return str(here) if here.exists() else program

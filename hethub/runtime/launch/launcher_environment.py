@@ -173,9 +173,9 @@ def place_of(info: LaunchInfo, rank: int, *, host: str | None = None) -> str:
     return f" ({', '.join(known)})" if known else ""
 
 
-def _context_of(rank: int, environment: Mapping[str, str] = os.environ) -> str | None:
+def _context_of(rank: int) -> str | None:
     """The part of mpirun's command that starts a rank, where it has several parts and this node can see it."""
-    counts = [int(word) for word in environment.get("OMPI_APP_CTX_NUM_PROCS", "").split()]
+    counts = [int(word) for word in os.environ.get("OMPI_APP_CTX_NUM_PROCS", "").split()]
     try:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().rstrip(b"\0").decode(errors="replace")
     except OSError:

@@ -5,6 +5,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -147,29 +148,27 @@ def detect_cluster(facts: Sequence[Facts], islands: Sequence[Sequence[int]] | No
     catalogue.
     """
     island_of = {rank: index for index, ranks in enumerate(islands or []) for rank in ranks}
-    nodes: list[dict[str, Any]] = []
     on_host = Counter(own.host for own in facts)
-    for own in facts:
+
+    def place(own: Facts) -> tuple[str, str, str | None]:
         name = "CPU-core" if own.vendor == "cpu" else _catalogue_name(own, catalogue())
-        vendor = chr(ord("a") + island_of[own.rank]) if island_of else None
-        key = (own.host, name, vendor)
-        if not nodes or nodes[-1]["key"] != key:
-            nodes.append(
-                {
-                    "key": key,
-                    "name": f"{own.host}-{len(nodes)}",
-                    "accelerator": name,
-                    "accelerators": 0,
-                    "gbps_per_nic": ASSUMED_GBPS,
-                    "vendor": vendor,
-                    "host_memory_gb": None if own.host_memory_bytes is None else 0.0,
-                }
-            )
-        nodes[-1]["accelerators"] += 1
-        if own.host_memory_bytes is not None:
-            nodes[-1]["host_memory_gb"] += own.host_memory_bytes / 2**30 / on_host[own.host]
-    listed = [{key: value for key, value in node.items() if key != "key"} for node in nodes]
-    return build(ClusterSpec, {"name": "detected", "nodes": listed}, Source("cluster: detect"), "cluster")
+        return own.host, name, chr(ord("a") + island_of[own.rank]) if island_of else None
+
+    nodes: list[dict[str, Any]] = []
+    for (host, name, vendor), group in groupby(facts, place):
+        memory = [own.host_memory_bytes for own in group]
+        known = [num_bytes / 2**30 / on_host[host] for num_bytes in memory if num_bytes is not None]
+        nodes.append(
+            {
+                "name": f"{host}-{len(nodes)}",
+                "accelerator": name,
+                "accelerators": len(memory),
+                "gbps_per_nic": ASSUMED_GBPS,
+                "vendor": vendor,
+                "host_memory_gb": sum(known) if known else None,
+            }
+        )
+    return build(ClusterSpec, {"name": "detected", "nodes": nodes}, Source("cluster: detect"), "cluster")
 
 
 def _catalogue_name(own: Facts, known: Mapping[str, AcceleratorSpec]) -> str:

@@ -16,13 +16,11 @@ from hethub.communicator.joining.mpi_library import end_mpi, import_mpi, start_m
 from hethub.communicator.joining.rendezvous import agree_on_token
 from hethub.communicator.joining.segments import place_segments, remove_dead_segments
 from hethub.communicator.joining.watch import Watch, deadline, watch_over
-from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info, launcher_of, place_of
+from hethub.runtime.launch.launcher_environment import LaunchInfo, launcher_of, place_of
 from hethub.runtime.launch.store import join_served_store, meet_at_master, serve_store
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import RunFailed
 from hethub.spec.network import TOKEN_VARIABLE, Interface, choose_interface
-
-__all__ = ["LaunchInfo", "launch_info", "meet", "rendezvous"]
 
 _GREETING = "hethub.greeting"
 _GREETING_BYTES = 512
@@ -110,8 +108,8 @@ def _answering(info: LaunchInfo, timeout_seconds: float) -> Iterator[None]:
         ) from None
 
 
+# Store, token, what ends the launcher's library, where a rank belongs.
 Meeting = tuple[dist.Store, str, Callable[[], None], Callable[[int], str]]
-"""Store, token, what ends the launcher's library, where a rank belongs."""
 
 
 def _meet_under_mpirun(info: LaunchInfo, interface: Interface, timeout_seconds: float) -> Meeting:

@@ -56,7 +56,7 @@ def choose_plan(
     run_dir: Path | None,
     resume: Path | None,
     claim: RunClaim,
-    accept_changes: bool = False,
+    accept_changes: bool,
 ) -> Planned:
     """The plan named or found, its prediction and its run folder, the same on every rank, or BadInput on every rank.
 
@@ -124,7 +124,7 @@ class OpenedFolder(NamedTuple):
 
 
 def open_folder(
-    job: Job, run_dir: Path | None, resume: Path | None, claim: RunClaim, *, accept_changes: bool = False
+    job: Job, run_dir: Path | None, resume: Path | None, claim: RunClaim, *, accept_changes: bool
 ) -> OpenedFolder:
     """The folder named, or that of the checkpoint named, or a new one. What a run left that was cut off before its first
     checkpoint is begun again."""
@@ -171,10 +171,8 @@ def _decide(
         layout = bind_file(plan_file, plan, job.model, cluster)
         check_executable(layout)
         check_memory(layout, constraints.reserve)
-        strategy, prediction = (
-            "plan file",
-            predict(layout, reserve=constraints.reserve, profile=profile, software=software),
-        )
+        strategy = "plan file"
+        prediction = predict(layout, reserve=constraints.reserve, profile=profile, software=software)
     else:
         from hethub.planner import plan as make_plan  # only rank 0 plans, so only it loads the search
 

@@ -75,8 +75,8 @@ def check_job(job: Job | BadInput, info: LaunchInfo) -> tuple[Job, Device]:
     return job, device
 
 
-def told(job: Job) -> list[dict[str, Any] | None]:
-    """What ranks must have read alike."""
+def file_contents(job: Job) -> list[dict[str, Any] | None]:
+    """Of job, model and cluster, which all ranks must have read alike."""
     return [part if part is None else part.to_dict() for part in (job.spec, job.described, job.cluster)]
 
 
@@ -127,7 +127,7 @@ def open_data(job: Job, vocab: int) -> Data:
         raise BadInput(
             f"{job.path}: eval.data has tokens of another tokenizer than data, so its loss would say nothing. Tokenise both alike."
         )
-    held_out.check_epoch(evaluation.batches * train.global_batch, "an evaluation of eval.batches")
+    held_out.check_epoch(evaluation.batches * train.global_batch)
     if shared := overlap(job.spec.data, evaluation.data, job.base):
         warnings.append(f"eval reads {shared}, which is trained on too: its loss says nothing of unseen text")
     return Data(training, held_out, warnings, notes)

@@ -108,7 +108,6 @@ class Replanner:
         try:
             self._remedy = find_remedy(self._job, self._layout, self._profile, self._factors)
         except BadInput as reason:
-            self._remedy = None
             return f"no other plan: {reason}"
         gain = self._remedy.gain_percent
         if gain < WORTHWHILE_PERCENT:
@@ -116,7 +115,7 @@ class Replanner:
         ways = "is taken at the next checkpoint" if self._job.spec.replan == "auto" else "replan: auto takes it"
         return (
             f"a new plan would be {gain:.0f} % faster ({self._remedy.present_step_seconds:.4g} s → "
-            f"{self._remedy.step_seconds:.4g} s a step predicted; {ways})"
+            f"{self._remedy.prediction.step_seconds:.4g} s a step predicted; {ways})"
         )
 
     def chosen(self, world: World) -> dict[str, Any] | None:
@@ -126,9 +125,9 @@ class Replanner:
         own = None
         if self._remedy is not None and self._remedy.gain_percent >= WORTHWHILE_PERCENT:
             own = {
-                "plan": self._remedy.plan.model_dump(mode="json"), "step_seconds": self._remedy.step_seconds,
+                "plan": self._remedy.plan.model_dump(mode="json"),
                 "prediction": self._remedy.prediction.to_dict(),
-            }  # fmt: skip
+            }
         found: dict[str, Any] | None = world.all_gather_objects(own)[0]
         self._is_due = found is not None  # until it is followed
         return found

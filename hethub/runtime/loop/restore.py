@@ -6,7 +6,6 @@ from hethub.runtime.launch.consensus import consensus
 from hethub.runtime.loop.build import BUILDING_SECONDS
 from hethub.runtime.loop.trainer import TrainingRank
 from hethub.runtime.run_folder import RunFolder
-from hethub.spec.errors import BadInput
 from hethub.spec.job import CheckpointSpec
 
 
@@ -25,17 +24,8 @@ def restore(
 
     def opened() -> tuple[CheckpointManager, int]:
         store = CheckpointManager(folder.checkpoints, keep=spec.keep, world=world, keep_every=spec.keep_every)
-        return store, _restore_newest(store, trainer, behind) if resumes else 0
+        return store, trainer.restore(store, store.latest(behind)) if resumes else 0
 
     store, done = consensus(meeting, "checkpoint", opened, patience_seconds=BUILDING_SECONDS)
     store.begin_behind(done)
     return store, done
-
-
-def _restore_newest(store: CheckpointManager, trainer: TrainingRank, behind: int | None) -> int:
-    path = store.latest(behind)
-    if path is None:
-        raise BadInput(
-            f"{store.folder}: there is no complete checkpoint to resume from; start the job anew without --resume."
-        )
-    return trainer.restore(store, path)

@@ -7,7 +7,7 @@ from hethub.communicator import World
 from hethub.communicator.counters import since
 from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.state.gradient_norm import global_norm, ordered_sum
-from hethub.spec.layout.bind import Layout
+from hethub.spec.errors import RunFailed
 
 
 @dataclass(frozen=True)
@@ -45,36 +45,44 @@ def gather_outcome(
     )
 
 
+def not_finite(rank: int, step: int, outcome: StepOutcome) -> RunFailed:
+    """What this rank raises, as all do, where a step's gradient is of no use."""
+    return RunFailed.everywhere(
+        rank,
+        f"step {step}: the gradient is not finite (loss {outcome.loss}). Lower train.lr, set train.grad_clip, or check the data; "
+        "the last checkpoint is not affected.",
+    )
+
+
 class StepReporter:
     """Makes the lines of metrics.jsonl; it remembers what was communicated before, so that a line has its step's."""
 
-    def __init__(self, world: World, layout: Layout) -> None:
-        self._world = world
-        self._tokens = layout.plan.global_batch * layout.plan.seq_len
-        self._communicated = world.counters()
+    def __init__(self, world: World) -> None:
+        self._world, self._communicated = world, world.counters()
 
     def metrics(
         self,
         step: int,
         outcome: StepOutcome,
         *,
+        tokens: int,
         step_seconds: float,
         predicted_step_seconds: float | None,
         lr: float,
-        loss_scale: float,
-        time_scale: float | None,
+        loss_scale: float = 1.0,
+        time_scale: float | None = None,
     ) -> StepMetrics:
-        """The line of a step, with what this rank has communicated since the last line."""
+        """The line of a step over so many tokens, or samples, with what this rank has communicated since the last line."""
         before, self._communicated = self._communicated, self._world.counters()
         return StepMetrics(
             step=step,
             loss=outcome.loss if math.isfinite(outcome.loss) else None,
-            tokens=self._tokens,
+            tokens=tokens,
             step_seconds=step_seconds,
             time_scale=time_scale,
             communication=since(before, self._communicated),
             predicted_step_seconds=predicted_step_seconds,
-            tokens_per_second=self._tokens / step_seconds,
+            tokens_per_second=tokens / step_seconds,
             grad_norm=outcome.grad_norm,
             lr=lr,
             memory_bytes=outcome.memory_bytes,

@@ -361,7 +361,7 @@ class TrainingLoop(StepLoop):
         self.world.all_gather_objects(None, timedelta(seconds=BUILDING_SECONDS))
         self._replanner.follow(layout)
         self._begun, self._spans, self._seconds, self._paces = step, [], [], []
-        self._say(f"step {step}: goes on under a new plan, predicted {found['step_seconds']:.4g} s a step")
+        self._say(f"step {step}: goes on under a new plan, predicted {self._predicted_seconds:.4g} s a step")
         if self._speaks:
             self.folder.write_plan(self.job, layout, prediction)
             self.folder.append_straggler({"step": step, "text": "new plan", "prediction": prediction})

@@ -12,7 +12,7 @@ from hethub.runtime.launch.rendezvous import meet
 from hethub.runtime.launch.session import watched, watched_meeting
 from hethub.runtime.loop.build import build, connect_ranks
 from hethub.runtime.loop.plan import choose_plan
-from hethub.runtime.loop.read import check_job, read_data, read_job, told
+from hethub.runtime.loop.read import check_job, file_contents, read_data, read_job
 from hethub.runtime.loop.restore import restore
 from hethub.runtime.loop.steps import RunSummary, TrainingLoop
 from hethub.runtime.parity.makers import check_makers
@@ -22,12 +22,12 @@ from hethub.runtime.run_claim import RunClaim
 def train(
     job_path: Path,
     *,
-    overrides: Sequence[str] = (),
-    plan_path: Path | None = None,
-    profile_path: Path | None = None,
-    run_dir: Path | None = None,
-    resume: Path | None = None,
-    accept_changes: bool = False,
+    overrides: Sequence[str],
+    plan_path: Path | None,
+    profile_path: Path | None,
+    run_dir: Path | None,
+    resume: Path | None,
+    accept_changes: bool,
 ) -> RunSummary | None:
     """Runs the job on this rank; the summary on rank 0, None elsewhere and where no step was left to train.
 
@@ -42,7 +42,7 @@ def train(
         choose(job.spec.train.compile)
         data = read_data(meeting, job, info, job.model.vocab)
         asked = folder_asked_for(run_dir, resume)
-        facts = own_facts(info, device, read=told(job), tokens=data.fingerprint, run_folder=asked)
+        facts = own_facts(info, device, read=file_contents(job), tokens=data.fingerprint, run_folder=asked)
         agreed = agree(meeting, facts, job.cluster)
         compared = check_makers(meeting, job, device, agreed.facts)
         resume = folder_to_resume(

@@ -14,7 +14,7 @@ from hethub.predictor.pipeline.timeline import Span
 from hethub.runtime.checkpoint import CheckpointManager, CheckpointRecord, LoopState
 from hethub.runtime.data import Dataset
 from hethub.runtime.loop.batch_loader import BatchLoader
-from hethub.runtime.loop.step_report import StepOutcome, StepReporter, gather_outcome
+from hethub.runtime.loop.step_report import StepOutcome, StepReporter, gather_outcome, not_finite
 from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.memory.host_arena import HostArena
 from hethub.runtime.metrics import StepMetrics
@@ -33,7 +33,7 @@ from hethub.runtime.state.stepping import Stepping
 from hethub.runtime.state.storage import FlatStorage
 from hethub.runtime.state.verify import verify_copies, verify_owners
 from hethub.runtime.state.zero import ZeroManager
-from hethub.spec.errors import BadInput, RunFailed
+from hethub.spec.errors import BadInput
 from hethub.spec.job import TrainSpec
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Kind
@@ -57,14 +57,14 @@ class TrainingRank:
         self.pace = pace or Pace()
         self.step_pace: StepPace | None = None  # of the last step of an emulation
         self.schedule = Schedule(train)
-        tokens = layout.plan.global_batch * layout.plan.seq_len
-        self.loss_scale = LossScale(layout.plan.precision, initial=initial_scale(tokens))
+        self._tokens = layout.plan.global_batch * layout.plan.seq_len
+        self.loss_scale = LossScale(layout.plan.precision, initial=initial_scale(self._tokens))
         self.warnings: list[str] = []  # of what was restored
         self.updates = 0  # steps taken; fewer than steps trained where fp16 skipped some
         self._checkpoints: CheckpointManager | None = None  # that was asked to save last
         self._state = StateMap(layout)
         verify_owners(world, self._state)
-        self._reporter = StepReporter(world, layout)
+        self._reporter = StepReporter(world)
         self._group_of = build_groups(world, self._state)
 
     # -- what a rank with a part of the model fills in -----------------------------------------------------------------
@@ -157,11 +157,7 @@ class TrainingRank:
         """Clips and steps; after an fp16 overflow all ranks skip the update."""
         overflow = outcome.grad_norm is None
         if overflow and self.loss_scale.is_lowest:
-            raise RunFailed.everywhere(
-                self.world.rank,
-                f"step {step}: the gradient is not finite (loss {outcome.loss}). Lower train.lr, set train.grad_clip, or check the data; "
-                "the last checkpoint is not affected.",
-            )
+            raise not_finite(self.world.rank, step, outcome)
         if outcome.grad_norm is not None:
             self._conclude(clip_scale(outcome.grad_norm, self.train.grad_clip) / self.loss_scale.value)
             self.updates += 1
@@ -172,6 +168,7 @@ class TrainingRank:
         return self._reporter.metrics(
             step,
             outcome,
+            tokens=self._tokens,
             step_seconds=step_seconds,
             predicted_step_seconds=predicted,
             lr=self.schedule.rate(step),

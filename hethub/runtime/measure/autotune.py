@@ -21,7 +21,7 @@ from hethub.runtime.measure.measurement_cache import MeasurementCache
 from hethub.runtime.measure.profiler import build_bench_stage, measure_device
 from hethub.runtime.measure.speed_classes import Measured, combine
 from hethub.runtime.memory.accounting import MemoryMeter
-from hethub.runtime.model.layers import TokenLayout
+from hethub.runtime.model.stage import MicrobatchInput
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.errors import BadInput
@@ -117,7 +117,7 @@ def kept_bytes(
 
     def count(samples: int) -> int:
         meter = MemoryMeter([stage.storage.weights, stage.storage.grads, stage.cos, stage.sin])
-        tokens = TokenLayout(batch=samples, seq_len=stage.seq_len, cos=stage.cos, sin=stage.sin)
+        tokens = stage.token_layout(MicrobatchInput(batch=samples))
         x = torch.zeros(
             samples * stage.seq_len, stage.hidden, dtype=stage.storage.weights.dtype, device=device.torch_device
         )

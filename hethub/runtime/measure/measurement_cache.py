@@ -25,8 +25,7 @@ class MeasurementCache:
         self, model: ModelSpec, train: TrainSpec, device: Device, local_rank: int, size: int, reserve: float
     ) -> None:
         self._facts = {
-            "device": device_name(device), "hethub": hethub.__version__, "torch": torch.__version__,
-            "python": platform.python_version(), "model": model.to_dict(), "batch": train.global_batch,
+            "device": device_name(device), **versions(), "model": model.to_dict(), "batch": train.global_batch,
             "ranks": size, "compile": train.compile, "reserve": reserve,
         }  # fmt: skip
         place = f"{socket.gethostname()}-{local_rank}-{model.name}-{train.precision}-{train.seq_len}"
@@ -76,6 +75,11 @@ def cache_folder() -> Path:
     """HETHUB_CACHE, or hethub's folder in the user's cache."""
     named = os.environ.get("HETHUB_CACHE")
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hethub"
+
+
+def versions() -> dict[str, str]:
+    """Of what computes: figures of others are not taken."""
+    return {"hethub": hethub.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def device_name(device: Device) -> str:

@@ -16,9 +16,9 @@ from hethub.kernels.device import Clock, Device, Stamp
 from hethub.predictor.cost.profile import DeviceProfile, LayerTiming, PartTiming, ProfileSpec, merge
 from hethub.runtime.measure.link_profiler import measure_links
 from hethub.runtime.model.initial import initialise
-from hethub.runtime.model.layers import Documents, TokenLayout, rms_norm
+from hethub.runtime.model.layers import Documents, rms_norm
 from hethub.runtime.model.loss import head_loss
-from hethub.runtime.model.stage import Stage
+from hethub.runtime.model.stage import MicrobatchInput, Stage
 from hethub.runtime.model.tensor_parallel import TensorGroup, embed
 from hethub.runtime.state.optimizer import fused_adamw, sum_of_squares
 from hethub.runtime.state.storage import DTYPES, FlatStorage
@@ -46,8 +46,8 @@ def measure_device(
     *,
     seq_lens: Sequence[int],
     micro_batches: Sequence[int],
-    tps: Sequence[int] = (1,),
-    seconds_per_point: float = 0.3,
+    tps: Sequence[int],
+    seconds_per_point: float,
     ready: Callable[[], None] = lambda: None,
     progress: Progress = lambda text: None,
 ) -> DeviceProfile:
@@ -65,9 +65,12 @@ def measure_device(
             place = {"micro_batch": micro_batch, "seq_len": seq_len, "tp": tp}
             bench = _Bench(stage, device, seconds_per_point)
             ready()
-            layers.append(_timing(LayerTiming, place, bench.layer(micro_batch)))
-            for part, seconds in (("embedding", bench.embedding(micro_batch)), ("head", bench.head(micro_batch))):
-                parts.append(_timing(PartTiming, {"part": part, **place}, seconds))
+            forward, backward = bench.layer(micro_batch)
+            layers.append(LayerTiming(**place, forward_seconds=forward, backward_seconds=backward))
+            forward, backward = bench.embedding(micro_batch)
+            parts.append(PartTiming(part="embedding", **place, forward_seconds=forward, backward_seconds=backward))
+            forward, backward = bench.head(micro_batch)
+            parts.append(PartTiming(part="head", **place, forward_seconds=forward, backward_seconds=backward))
     return DeviceProfile(
         accelerator=accelerator.name,
         precision=precision,
@@ -81,10 +84,6 @@ def measure_device(
 def _shards(model: ModelSpec, seq_lens: Sequence[int], tps: Sequence[int]) -> list[tuple[int, int]]:
     """The sequence lengths with the degrees that the model can be cut in."""
     return list(product(seq_lens, sorted(set(tps) & set(tp_degrees(model)))))
-
-
-def _timing(cls, place, seconds):  # type: ignore[no-untyped-def]
-    return cls(**place, forward_seconds=seconds[0], backward_seconds=seconds[1])
 
 
 def warm_up(layout: Layout, rank: int, device: Device, *, document_mask: bool = False) -> None:
@@ -162,7 +161,7 @@ class _Bench:
 
     def layer(self, batch: int, documents: Documents | None = None) -> tuple[float, float]:
         stage = self.stage
-        tokens = TokenLayout(batch=batch, seq_len=stage.seq_len, cos=stage.cos, sin=stage.sin, documents=documents)
+        tokens = stage.token_layout(MicrobatchInput(batch=batch, documents=documents))
         x = self._hidden(batch)
         return self._repeated(lambda: stage.layers[0](x, tokens), torch.ones_like(x))
 

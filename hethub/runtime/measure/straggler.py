@@ -16,7 +16,7 @@ import hethub
 from hethub.predictor import Prediction, predict
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import Software, hethub_software
-from hethub.runtime.measure.measured_speeds import estimated
+from hethub.runtime.measure.measured_speeds import Seconds, estimated
 from hethub.runtime.measure.rank_times import PASSES
 from hethub.runtime.measure.speed_classes import SLOW_MARK, keep_forbidden, tell_apart
 from hethub.spec.cluster import ClusterSpec
@@ -26,8 +26,6 @@ from hethub.spec.plan import PlanSpec
 
 WORTHWHILE_PERCENT = 3.0  # gain below which a plan is not changed
 PLANNING_SECONDS = 30.0  # of search, while all ranks wait
-
-Seconds = Mapping[str, float]  # of a step, by kind of action
 
 
 class Straggler(NamedTuple):
@@ -130,16 +128,15 @@ def _lower_middle(ratios: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A plan for the ranks' true speeds: what it takes there, and what the present plan takes."""
+    """A plan for the ranks' true speeds and what it takes there, and what a step of the present plan takes."""
 
     plan: PlanSpec
-    step_seconds: float
-    present_step_seconds: float
     prediction: Prediction
+    present_step_seconds: float
 
     @property
     def gain_percent(self) -> float:
-        return 100.0 * (self.present_step_seconds / self.step_seconds - 1.0)
+        return 100.0 * (self.present_step_seconds / self.prediction.step_seconds - 1.0)
 
 
 def find_remedy(job: Job, layout: Layout, profile: ProfileSpec | None, factors: dict[int, float]) -> Remedy:
@@ -161,10 +158,7 @@ def find_remedy(job: Job, layout: Layout, profile: ProfileSpec | None, factors: 
         software=software,
     )
     present = predict(bind(layout.plan, job.model, cluster), profile=measured, software=software)
-    return Remedy(
-        plan=found.plan, step_seconds=found.prediction.step_seconds, present_step_seconds=present.step_seconds,
-        prediction=found.prediction,
-    )  # fmt: skip
+    return Remedy(plan=found.plan, prediction=found.prediction, present_step_seconds=present.step_seconds)
 
 
 def planning_seconds(spec: JobSpec) -> float:

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,10 +35,10 @@ _COPIED_FILES = (
 
 
 class Weights:
-    """Weights on disk, every tensor checked against the model; a context manager that closes the files."""
+    """Weights on disk, every tensor checked against the model; their files are closed when this object dies."""
 
     def __init__(self, files: Mapping[str, Any]) -> None:
-        self._files = dict(files)  # by tensor name, the open file that holds it
+        self._files = files  # by tensor name, the open file that holds it
 
     def read(self, tensor: TensorInfo, part: Range) -> Tensor:
         """The run `part` of the flattened stored tensor, (part.size,), on the CPU, in the file's dtype.
@@ -54,15 +54,6 @@ class Weights:
         # Slices are views of the mapped file: the copy keeps neither the file nor the rest of the tensor alive.
         return rows.flatten()[part.start - first * width : part.stop - first * width].clone()
 
-    def close(self) -> None:
-        self._files.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
 
 def open_weights(folder: Path, model: ModelSpec) -> Weights:
     """The weights of `model` in the folder's safetensors, one file or indexed shards; reads headers only.
@@ -72,20 +63,19 @@ def open_weights(folder: Path, model: ModelSpec) -> Weights:
     """
     listing, paths = _weight_files(folder)
     opened = {path: _open(path) for path in paths}
-    files = {name: file for file in opened.values() for name in file.keys()}  # noqa: SIM118  safe_open is no mapping
-    path_of = {name: path for path, file in opened.items() for name in file.keys()}  # noqa: SIM118
+    path_of = {name: path for path, file in opened.items() for name in file.keys()}  # noqa: SIM118  safe_open is no mapping
     tensors = model_tensors(model)
     for tensor in tensors:
-        if tensor.name not in files:
+        if tensor.name not in path_of:
             raise BadInput(_missing(tensor.name, listing))
-        _check(tensor, files[tensor.name], path_of[tensor.name])
-    for name in sorted(files.keys() - {tensor.name for tensor in tensors}):
+        _check(tensor, opened[path_of[tensor.name]], path_of[tensor.name])
+    for name in sorted(path_of.keys() - {tensor.name for tensor in tensors}):
         if not _is_redundant(name, model):
             raise BadInput(
                 f"{path_of[name]}: the tensor {name} has no place in the model that config.json describes, so training "
                 "would start from another model. Choose a plain Llama folder whose config.json fits its weights."
             )
-    return Weights(files)
+    return Weights({name: opened[path] for name, path in path_of.items()})
 
 
 def _weight_files(folder: Path) -> tuple[Path, list[Path]]:

@@ -13,12 +13,17 @@ from hethub.spec.layout.tensors import TensorInfo
 from hethub.spec.model import ModelSpec
 
 
+def generator_of(name: str) -> torch.Generator:
+    """A generator seeded by a name: equal numbers for equal names, wherever they are drawn."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
 def initial_value(info: TensorInfo, model: ModelSpec, seed: int) -> Tensor:
     """The full tensor in stored shape, fp32 on the CPU: norms 1, matrices normal with the model's init_std."""
     if not info.decays:
         return torch.ones(info.stored_shape)
-    digest = hashlib.blake2b(f"{seed}:{info.name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = generator_of(f"{seed}:{info.name}")
     value = torch.empty(info.shape).normal_(0.0, model.init_std, generator=generator)
     return value.t() if info.split_dim == 1 else value
 

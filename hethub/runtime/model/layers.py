@@ -258,7 +258,7 @@ def _flashes(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, cau
     return torch.backends.cuda.can_use_flash_attention(asked)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, window: int | None = None) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, window: int | None) -> Tensor:
     """Causal attention of (tokens, heads, head_dim) inputs inside documents, in one kernel."""
     from torch.nn.attention.varlen import varlen_attn
 

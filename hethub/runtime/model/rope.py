@@ -1,6 +1,7 @@
 """Rotary position embedding in Hugging Face's layout (rotate_half), with Llama 3.1's stretching."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,12 +43,12 @@ class _Rotate(torch.autograd.Function):
     """The turn is orthogonal, so the gradient is turned back: nothing but the tables is needed for it."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.tables = cos, sin
         return _turned(query, key, cos, sin)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         return *_turned_back(*grads, *ctx.tables), None, None
 
 

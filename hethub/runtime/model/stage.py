@@ -42,7 +42,11 @@ class Stage:
         self.shares: RankShares = layout.shares(assignment.stage, assignment.replica)[assignment.position]
         spec = layout.stages[assignment.stage]
         self.recompute = spec.recompute
-        self.layers = [self._layer(layer, spec.recompute) for chunk in spec.chunks for layer in range(*chunk)]
+        self.layers = [
+            llama_layer(model, layer, self._use, group, spec.recompute)
+            for chunk in spec.chunks
+            for layer in range(*chunk)
+        ]
         self.embedding = self._use(EMBEDDING) if self.is_first else None
         self.norm = self._use(FINAL_NORM) if self.is_last else None
         self.head = self._use(EMBEDDING if model.tied_head else HEAD) if self.is_last else None
@@ -54,9 +58,6 @@ class Stage:
         parameter = self.storage.parameters[name]
         parameter.uses += 1
         return parameter
-
-    def _layer(self, layer: int, recompute: Recompute) -> LlamaLayer:
-        return llama_layer(self.layout.model, layer, self._use, self.group, recompute)
 
     def is_end(self, layer: int) -> bool:
         """Whether the head follows this layer of the stage."""

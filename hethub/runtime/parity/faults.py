@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,13 +107,13 @@ class _RoundedLinear(torch.autograd.Function):
     nearest: bool
 
     @classmethod
-    def forward(cls, ctx, x: Tensor, weight: Tensor, bits: int) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(cls, ctx: Any, x: Tensor, weight: Tensor, bits: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bits = bits
         return _to_bits(x, bits, nearest=cls.nearest) @ _to_bits(weight, bits, nearest=cls.nearest).t()
 
     @classmethod
-    def backward(cls, ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
+    def backward(cls, ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, grad = (_to_bits(t, ctx.bits, nearest=cls.nearest) for t in (*ctx.saved_tensors, grad))
         return grad @ weight, grad.t() @ x, None
 

@@ -1,18 +1,14 @@
 """Before training, where makers meet: a device of each type is held against the formulas, once for its versions."""
 
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import hethub
 from hethub.communicator import Rendezvous
 from hethub.kernels.device import Device
 from hethub.runtime.launch.consensus import all_gather, consensus
 from hethub.runtime.launch.preflight import Facts
-from hethub.runtime.measure.measurement_cache import cache_folder, device_name, keep
+from hethub.runtime.measure.measurement_cache import cache_folder, device_name, keep, versions
 from hethub.runtime.parity.check import check_device
 from hethub.runtime.parity.row import Row
 from hethub.spec.documents import read_json
@@ -60,8 +56,7 @@ def remembered(job: Job, device: Device) -> tuple[list[Row], str | None]:
     user where they cannot be kept."""
     train = job.spec.train
     facts = {
-        "device": device_name(device), "hethub": hethub.__version__, "torch": torch.__version__,
-        "python": platform.python_version(), "model": job.model.to_dict(), "train": train.to_dict(),
+        "device": device_name(device), **versions(), "model": job.model.to_dict(), "train": train.to_dict(),
         "document_mask": job.spec.data.document_mask,
     }  # fmt: skip
     name = "".join(

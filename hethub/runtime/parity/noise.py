@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hethub.runtime.parity.formulas import Formulas
-from hethub.runtime.parity.subjects import Subject, Tensors
+from hethub.runtime.parity.subjects import Subject, Tensors, wide
 
 PASSES, FAILS = 3.0, 10.0  # noises: below the one nothing is wrong, above the other something is
 MOVES = 2
@@ -24,9 +24,7 @@ class Measured:
 
     def __init__(self, subject: Subject, device: torch.device) -> None:
         self.subject = subject
-        self._wide = {
-            name: value.double() if value.is_floating_point() else value for name, value in subject.inputs.items()
-        }
+        self._wide = {name: wide(value) for name, value in subject.inputs.items()}
         self.found = self._run(subject.inputs, device)
         moved = [self._run(one_unit_away(subject.inputs, seed), device) for seed in range(MOVES)]
         self._noise = {name: self._noise_of(name, [each[name] for each in moved]) for name in self.found}

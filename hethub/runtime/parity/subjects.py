@@ -1,16 +1,15 @@
 """What is compared: a job's layer, head and optimizer step, and the operators they are made of, on inputs that depend
 on nothing but their names."""
 
-import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from math import log2
+from math import log2, sqrt
 
 import torch
 from torch import Tensor
 
+from hethub.runtime.model.initial import generator_of
 from hethub.runtime.model.layers import Documents, TokenLayout, _mix, _SwiGLU, rms_norm
 from hethub.runtime.model.loss import head_loss
 from hethub.runtime.model.rope import rope_table, rotate
@@ -76,23 +75,23 @@ class _Maker:
     # -- inputs --------------------------------------------------------------------------------------------------------
 
     def _drawn(self, name: str, *shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=_generator(name)) * scale).to(self.dtype)
+        return (torch.randn(shape, generator=generator_of(name)) * scale).to(self.dtype)
 
     def _hidden(self, name: str) -> Tensor:
         """(tokens, hidden), rows of magnitudes from 2^-10 to 4: eps shows in the small ones."""
         tokens = SEQUENCES * self.seq
-        sizes = torch.exp2(torch.rand(tokens, 1, generator=_generator(f"{name} sizes")) * 12 - 10)
+        sizes = torch.exp2(torch.rand(tokens, 1, generator=generator_of(f"{name} sizes")) * 12 - 10)
         return self._drawn(name, tokens, self.model.hidden) * sizes.to(self.dtype)
 
     def _matrix(self, name: str, *shape: int) -> Tensor:
         """A weight (out, in) that keeps its input's magnitude."""
-        return self._drawn(name, *shape, scale=1 / math.sqrt(shape[-1]))
+        return self._drawn(name, *shape, scale=1 / sqrt(shape[-1]))
 
     def _norm_weight(self, name: str) -> Tensor:
         return (1 + self._drawn(name, self.model.hidden, scale=0.1)).to(self.dtype)
 
     def _tokens(self, name: str) -> Tensor:
-        return torch.randint(0, self.model.vocab, (SEQUENCES * self.seq,), generator=_generator(name))
+        return torch.randint(0, self.model.vocab, (SEQUENCES * self.seq,), generator=generator_of(name))
 
     # -- subjects ------------------------------------------------------------------------------------------------------
 
@@ -110,9 +109,9 @@ class _Maker:
     ) -> Subject:
         """A subject with a backward: `run` meets `weights` as the runtime's parameters."""
         with torch.no_grad():
-            result = expect(Formulas(), {key: _wide(value) for key, value in inputs.items()})
-        wide = torch.promote_types(self.dtype, torch.float32)
-        grad = self._drawn(f"{name} grad", *result.shape).to(wide if result.dim() == 0 else self.dtype)
+            result = expect(Formulas(), {key: wide(value) for key, value in inputs.items()})
+        at_least_fp32 = torch.promote_types(self.dtype, torch.float32)
+        grad = self._drawn(f"{name} grad", *result.shape).to(at_least_fp32 if result.dim() == 0 else self.dtype)
         return Subject(
             name=name, inputs={**inputs, "grad": grad}, run=partial(_run_graph, run, weights),
             expect=partial(_expect_graph, expect), roundings=roundings, uses=tuple(uses.split()), joins=joins,
@@ -260,14 +259,14 @@ class _Maker:
             roundings=log2(self.model.vocab),
         )
         grad = torch.ones_like(subject.inputs["grad"])  # the weight's gradient is added before backward is asked
-        return Subject(**{**vars(subject), "inputs": {**subject.inputs, "grad": grad}})
+        return replace(subject, inputs={**subject.inputs, "grad": grad})
 
     def optimizer(self) -> Subject:
         wide, shape = torch.promote_types(self.dtype, torch.float32), (SEQUENCES * self.seq, self.model.hidden)
         # From far below eps to 1.
-        sizes = torch.exp2(torch.rand(shape, generator=_generator("grad sizes"), dtype=wide) * -40)
-        grad = torch.randn(shape, generator=_generator("grad"), dtype=wide) * sizes
-        inputs = {"weight": torch.randn(shape, generator=_generator("master"), dtype=wide), "grad": grad}
+        sizes = torch.exp2(torch.rand(shape, generator=generator_of("grad sizes"), dtype=wide) * -40)
+        grad = torch.randn(shape, generator=generator_of("grad"), dtype=wide) * sizes
+        inputs = {"weight": torch.randn(shape, generator=generator_of("master"), dtype=wide), "grad": grad}
         inputs |= {"first": 0.1 * grad, "second": 0.05 * grad.square()}
         train = self.train
 
@@ -295,12 +294,8 @@ class _Maker:
         return Documents(sizes=sizes, starts=starts)
 
 
-def _generator(name: str) -> torch.Generator:
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-
-
-def _wide(value: Tensor) -> Tensor:
+def wide(value: Tensor) -> Tensor:
+    """Numbers in fp64, indices as they are."""
     return value.double() if value.is_floating_point() else value
 
 

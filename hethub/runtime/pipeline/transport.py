@@ -19,13 +19,10 @@ from hethub.spec.schedule.microbatches import MicrobatchRange, Transfer
 DIRECTIONS = (Kind.FORWARD, Kind.BACKWARD)
 LOOKAHEAD = 2  # microbatches whose receives are posted before they are needed, in each direction
 WINDOW = 12  # actions among which those microbatches are looked for
-LOADING = (
-    2  # steps in which a device meets kernels for the first time; an update that waits for the norm comes in the second
-)
+# Steps in which a device meets kernels for the first time; an update that waits for the norm comes in the second.
+LOADING = 2
 
 Place = tuple[Kind, int, MicrobatchRange]  # what a microbatch is about to do, in which model chunk of the stage
-
-
 Transfers = dict[Place, list[Transfer]]
 
 
@@ -74,26 +71,24 @@ class Transport:
     """One rank's receives and sends of a step. Hidden states go forward, their gradients back, by the same transfers.
 
     The leader of a microbatch sends and receives for its replica, which then broadcasts inside. Where nothing goes back,
-    `kinds` is FORWARD alone.
+    `directions` is FORWARD alone.
     """
 
     def __init__(
-        self, layout: Layout, assignment: Assignment, world: World, stage: Stage, kinds: Sequence[Kind] = DIRECTIONS
+        self, layout: Layout, assignment: Assignment, world: World, stage: Stage, directions: Sequence[Kind]
     ) -> None:
         self.layout, self.assignment, self.world, self.stage = layout, assignment, world, stage
-        self._group_ranks = sorted(layout.replica(assignment.stage, assignment.replica).ranks)
         self._incoming, self._outgoing = (
-            {place: transfers for place, transfers in found.items() if place[0] in kinds}
+            {place: transfers for place, transfers in found.items() if place[0] in directions}
             for found in transfers_of(layout, assignment.stage, assignment.replica)
         )
-        self._kinds = kinds
+        self._directions = directions
         # Gradients cross the same boundaries as activations; their tags follow after all of those.
         self._gradient_tags = sum(map(len, layout.transfers))
         self._arrivals: dict[Place, _Arrival] = {}
         self._handed: dict[Place, Tensor] = {}
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._expected = self._find_expected()
-        """By sender what it will send here, in its order: that is how receives are posted."""
         self._turns = {
             (place[0], transfer.tag): turn
             for found in self._expected.values()
@@ -110,6 +105,7 @@ class Transport:
         world.connect_messages(sorted(sends), sorted(self._expected))
 
     def _find_expected(self) -> dict[int, list[tuple[Place, Transfer]]]:
+        """By sender what it will send here, in its order: that is how receives are posted."""
         layout, own = self.layout, self.assignment.rank
         places = {(place[0], transfer.tag): place for place, found in self._incoming.items() for transfer in found}
         senders = {
@@ -121,7 +117,7 @@ class Transport:
         expected = defaultdict[int, list[tuple[Place, Transfer]]](list)
         for stage, replica in sorted(senders):
             for kind, transfer in sending_order(layout, stage, replica):
-                if kind in self._kinds and peer_of(layout, kind, transfer, sends=True) == own:
+                if kind in self._directions and peer_of(layout, kind, transfer, sends=True) == own:
                     source = peer_of(layout, kind, transfer, sends=False)
                     expected[source].append((places[kind, transfer.tag], transfer))
         return expected
@@ -134,7 +130,7 @@ class Transport:
         ahead may wait for what this rank has yet to compute.
         """
         upcoming = upcoming[:1] if self._num_loading else upcoming
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for kind in self._directions:
             soon = [(kind, act.chunk, act.microbatch) for act in upcoming if act.kind is kind and act.microbatch]
             for place in soon[:LOOKAHEAD]:
                 if place in self._incoming:
@@ -185,8 +181,7 @@ class Transport:
         for work in arrival.works:
             work.wait()
         if self.stage.group.group is not None:
-            leader = self._group_ranks.index(self.layout.leader(microbatch))
-            dist.broadcast(arrival.buffer, group=self.stage.group.group, group_src=leader)
+            dist.broadcast(arrival.buffer, self.layout.leader(microbatch), self.stage.group.group)
         return arrival.buffer
 
     def hand_on(self, kind: Kind, chunk: int, microbatch: MicrobatchRange, tensor: Tensor) -> None:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import FakeTensorMode
 
 from hethub.runtime.program.llama import Llama, fill
+from hethub.runtime.state.storage import DTYPES
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import Job
 from hethub.spec.model import ModelSpec
 from hethub.spec.program import Items
 
 Batch = tuple[Tensor, ...]
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 FORM = "write python:package.module:factory; package.module is found beside the job file or where Python finds it"
 
 

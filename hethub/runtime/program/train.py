@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from hethub.communicator import Rendezvous, World
 from hethub.kernels.device import Device
+from hethub.runtime.checkpoint.manager import CheckpointFolder
 from hethub.runtime.data import Dataset
 from hethub.runtime.going_on import folder_to_resume
 from hethub.runtime.launch.consensus import all_gather, broadcast, consensus
@@ -17,9 +18,8 @@ from hethub.runtime.launch.rendezvous import meet
 from hethub.runtime.launch.session import watched, watched_meeting
 from hethub.runtime.loop.build import BUILDING_SECONDS, connect_ranks
 from hethub.runtime.loop.plan import OpenedFolder, is_kept, left_at_defaults, open_folder
-from hethub.runtime.loop.read import Data, read_data, read_job, told
+from hethub.runtime.loop.read import Data, file_contents, read_data, read_job
 from hethub.runtime.loop.steps import Ended, StepLoop, assumed_note
-from hethub.runtime.program.checkpoint import ProgramCheckpoints
 from hethub.runtime.program.planned import plan_program, priced, trace_job
 from hethub.runtime.program.subject import Subject, open_subject
 from hethub.runtime.program.trainer import ProgramTrainer, on_device
@@ -87,11 +87,11 @@ class _Planned(NamedTuple):
 def train_program(
     job_path: Path,
     *,
-    overrides: Sequence[str] = (),
-    plan_path: Path | None = None,
-    run_dir: Path | None = None,
-    resume: Path | None = None,
-    accept_changes: bool = False,
+    overrides: Sequence[str],
+    plan_path: Path | None,
+    run_dir: Path | None,
+    resume: Path | None,
+    accept_changes: bool,
 ) -> ProgramSummary | None:
     """Runs the job under a program on this rank; the summary on rank 0, None elsewhere and where nothing was left to
     train. Raises BadInput (on all ranks, quiet on all but one) before anything is written, RunFailed afterwards."""
@@ -105,9 +105,9 @@ def train_program(
         if made.subject.batches is None:
             vocab = ANY_TOKEN if made.job.described is None else made.job.described.vocab
             data = read_data(meeting, made.job, info, vocab)
-        opened = consensus(meeting, "graph", lambda: _open(made, data, info), patience_seconds=BUILDING_SECONDS)
-        facts = replace(opened.facts, run_folder=folder_asked_for(run_dir, resume))
-        agreed = agree(meeting, facts, opened.job.cluster)
+        asked = folder_asked_for(run_dir, resume)
+        opened = consensus(meeting, "graph", lambda: _open(made, data, info, asked), patience_seconds=BUILDING_SECONDS)
+        agreed = agree(meeting, opened.facts, opened.job.cluster)
         _same_start(meeting, opened)
         resume = folder_to_resume(
             meeting, opened.job, run_dir, resume, restarted=agreed.restarted, accept_changes=accept_changes
@@ -149,7 +149,7 @@ def _unread(job: Job) -> list[str]:
     ]
 
 
-def _open(made: _Made, data: Data | None, info: LaunchInfo) -> _Opened:
+def _open(made: _Made, data: Data | None, info: LaunchInfo, run_folder: str) -> _Opened:
     job, device, subject = made
     subject.module.to(device.torch_device)
     subject = replace(subject, example=tuple(value.to(device.torch_device) for value in subject.example))
@@ -160,7 +160,8 @@ def _open(made: _Made, data: Data | None, info: LaunchInfo) -> _Opened:
     if data is not None and data.held_out is not None:
         _check_evaluation(job, subject, graph, data.held_out, device)
         device.release_memory()
-    facts = own_facts(info, device, read=told(job), tokens="" if data is None else data.fingerprint)
+    tokens = "" if data is None else data.fingerprint
+    facts = own_facts(info, device, read=file_contents(job), tokens=tokens, run_folder=run_folder)
     return _Opened(job, device, subject, data, graph, digest_of_start(subject.module, graph), facts)
 
 
@@ -239,10 +240,8 @@ def _plan(
         }
 
     found = broadcast(meeting, "plan", decide, patience_seconds=BUILDING_SECONDS)
-    plan, folder = ProgramPlanSpec.model_validate(found["plan"]), RunFolder(Path(found["folder"]))
-    return _Planned(
-        plan, found["prediction"], folder, found["relays"], found["resumes"], found["behind"], found["notes"]
-    )
+    plan, folder = ProgramPlanSpec.model_validate(found.pop("plan")), RunFolder(Path(found.pop("folder")))
+    return _Planned(plan=plan, folder=folder, **found)
 
 
 def _chosen(
@@ -296,7 +295,9 @@ class _Loop(StepLoop):
     ) -> None:  # fmt: skip
         self._agreed, self._planned, self.trainer, self.items = agreed, planned, trainer, opened.subject.items
         kept = opened.job.spec.checkpoint
-        self._store = ProgramCheckpoints(planned.folder.checkpoints, kept.keep, world, keep_every=kept.keep_every)
+        self._store = CheckpointFolder(
+            planned.folder.checkpoints, kept.keep, world, keep_every=kept.keep_every, is_indexed=False
+        )
         done = consensus(
             meeting,
             "checkpoint",

@@ -1,6 +1,5 @@
 """One rank of a run under a program: its step, AdamW on its shards, and its part of every checkpoint."""
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hethub.communicator import World
-from hethub.communicator.counters import since
 from hethub.kernels.device import Device
+from hethub.runtime.checkpoint.dcp import Part
+from hethub.runtime.checkpoint.elements import FIRST_MOMENT, SECOND_MOMENT, WEIGHTS, entry
+from hethub.runtime.checkpoint.manager import CheckpointFolder
 from hethub.runtime.checkpoint.record import check_model
 from hethub.runtime.data import Dataset
 from hethub.runtime.data.dataset import Batch as TokenBatch
-from hethub.runtime.loop.step_report import StepOutcome, gather_outcome
+from hethub.runtime.loop.step_report import StepOutcome, StepReporter, gather_outcome, not_finite
 from hethub.runtime.metrics import StepMetrics
-from hethub.runtime.program.checkpoint import Part, ProgramCheckpoints, load, read_record
+from hethub.runtime.program.checkpoint import load, read_record
 from hethub.runtime.program.subject import Batch, Subject
 from hethub.runtime.state.gradient_norm import clip_scale
 from hethub.runtime.state.learning_rate import Schedule, ScheduleState
@@ -28,7 +29,6 @@ from hethub.spec.job import TrainSpec
 from hethub.spec.model import ModelSpec
 from hethub.synthesis.lower import Step
 
-WEIGHTS, FIRST_MOMENT, SECOND_MOMENT = "weights", "exp_avg", "exp_avg_sq"
 ALIKE_EVERY = 100  # steps after which what all ranks have whole becomes rank 0's again
 
 
@@ -53,7 +53,7 @@ class ProgramTrainer:
         ) if shards else None  # fmt: skip
         self._updates = 0
         self._samples = train.global_batch  # of the last step; a factory's batches may differ
-        self._communicated = world.counters()
+        self._reporter = StepReporter(world)
 
     @property
     def num_items(self) -> int:
@@ -96,11 +96,7 @@ class ProgramTrainer:
             loss_scale=1.0,
         )
         if outcome.grad_norm is None:
-            raise RunFailed.everywhere(
-                self._world.rank,
-                f"step {step}: the gradient is not finite (loss {outcome.loss}). Lower train.lr, set train.grad_clip, or check "
-                "the data; the last checkpoint is not affected.",
-            )
+            raise not_finite(self._world.rank, step, outcome)
         self._update(step, shards, clip_scale(outcome.grad_norm, self._train.grad_clip))
         if step % ALIKE_EVERY == 0:
             self._make_alike(shards)
@@ -145,24 +141,19 @@ class ProgramTrainer:
 
     def metrics(self, step: int, outcome: StepOutcome, seconds: float, predicted: float) -> StepMetrics:
         """The line of metrics.jsonl for a step."""
-        before, self._communicated = self._communicated, self._world.counters()
         items = self.num_items * self._samples // self._train.global_batch
-        return StepMetrics(
-            step=step,
-            loss=outcome.loss if math.isfinite(outcome.loss) else None,
+        return self._reporter.metrics(
+            step,
+            outcome,
             tokens=items,
             step_seconds=seconds,
             predicted_step_seconds=predicted,
-            tokens_per_second=items / seconds,
-            grad_norm=outcome.grad_norm,
             lr=self.schedule.rate(step),
-            memory_bytes=outcome.memory_bytes,
-            communication=since(before, self._communicated),
         )
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def save(self, checkpoints: ProgramCheckpoints, step: int) -> None:
+    def save(self, checkpoints: CheckpointFolder, step: int) -> None:
         """Saves the state behind `step`, complete on return."""
         record = {"strategy": "hap", "step": step, "updates": self._updates, "has_fixed": True, **self._origin()}
         record["schedule"] = self.schedule.state.to_dict()
@@ -171,7 +162,7 @@ class ProgramTrainer:
         if self._dataset is not None:
             record["samples"] = self._dataset.position(step, self._train.global_batch)
             record["sources"] = self._dataset.fingerprints
-        checkpoints.save(step, list(self._parts(to_save=True)), record)
+        checkpoints.write(step, list(self._parts(to_save=True)), record)
 
     def restore(self, path: Path) -> int:
         """Takes up the state saved at `path`, under this or another program; the step that it was saved behind."""
@@ -191,9 +182,8 @@ class ProgramTrainer:
                     "a new run."
                 )
         with torch.no_grad():
-            load(
-                path, list(self._parts(to_save=False, has_fixed=record.get("has_fixed", False)))
-            )  # older ones have not
+            has_fixed = record.get("has_fixed", False)  # older ones have not
+            load(path, list(self._parts(to_save=False, has_fixed=has_fixed)))
         self._updates = int(record["updates"])
         if "schedule" in record:
             saved = build(ScheduleState, record["schedule"], source, "schedule", ("schedule",))
@@ -232,8 +222,8 @@ class ProgramTrainer:
             }
             for kind, tensor in values.items():
                 for offsets, view in self.step.chunks(name, tensor):
-                    yield Part(f"{kind}/{name}", self.step.shape(name), offsets, view)
+                    yield Part(entry(kind, name), self.step.shape(name), offsets, view)
         if to_save and self._world.rank:
             return
         for name, buffer in {**self.step.statistics(), **(self.step.fixed() if has_fixed else {})}.items():
-            yield Part(f"{WEIGHTS}/{name}", tuple(buffer.shape), (0,) * buffer.dim(), buffer)
+            yield Part(entry(WEIGHTS, name), tuple(buffer.shape), (0,) * buffer.dim(), buffer)

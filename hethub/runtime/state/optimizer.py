@@ -81,6 +81,11 @@ class OwnedRun:
     exp_avg_sq: Tensor
     updates: Tensor  # 0-d, fp32
 
+    @property
+    def state(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Master, first and second moment, where they persist."""
+        return self.master, self.exp_avg, self.exp_avg_sq
+
 
 class Optimizer:
     """AdamW over the runs a rank owns; half precisions keep fp32 masters.
@@ -91,19 +96,14 @@ class Optimizer:
     """
 
     def __init__(
-        self,
-        storage: FlatStorage,
-        reducer: Reducer,
-        train: TrainSpec,
-        arena: HostArena | None = None,
-        meter: MemoryMeter | None = None,
+        self, storage: FlatStorage, reducer: Reducer, train: TrainSpec, arena: HostArena, meter: MemoryMeter
     ) -> None:
         self.storage, self.train, self.schedule = storage, train, Schedule(train)
         self.keeps_masters = storage.dtype != storage.grad_dtype
         offload = storage.state.layout.stages[storage.assignment.stage].offload
         self._state_arena = arena if "optimizer" in offload else None
         self.arena = self._state_arena or storage.arena
-        self._meter = meter or MemoryMeter([])
+        self._meter = meter
         self.runs = [
             run
             for piece, saved in zip(reducer.pieces, reducer.saved_runs(), strict=True)
@@ -149,7 +149,6 @@ class Optimizer:
     def _run(
         self, piece: LocalPiece, weight: Tensor, local: Range, axis: tuple[Held, ...], saved: tuple[Range, ...]
     ) -> OwnedRun:
-        dtype = self.storage.grad_dtype
         return OwnedRun(
             axis=axis,
             saved=saved,
@@ -159,16 +158,17 @@ class Optimizer:
             weight=weight,
             weight_is_offloaded=self.storage.arena is not None and piece.bucket.unit is not None,
             grad_unit=piece.bucket.unit if self._shards_gradient(piece.bucket) else None,
-            master=self._new(local.size, dtype).copy_(weight) if self.keeps_masters else weight,
-            exp_avg=self._new(local.size, dtype).zero_(),
-            exp_avg_sq=self._new(local.size, dtype).zero_(),
+            master=self._new(local.size).copy_(weight) if self.keeps_masters else weight,
+            exp_avg=self._new(local.size).zero_(),
+            exp_avg_sq=self._new(local.size).zero_(),
             updates=torch.zeros((), dtype=torch.float32, device=self.storage.device),
         )
 
-    def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def _new(self, numel: int) -> Tensor:
+        """A flat tensor (numel,) of the state's type, where the state lies."""
         if self._state_arena is not None:
-            return self._state_arena.empty(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device=self.storage.device)
+            return self._state_arena.empty(numel, self.storage.grad_dtype)
+        return torch.empty(numel, dtype=self.storage.grad_dtype, device=self.storage.device)
 
     def gradient(self, run: OwnedRun) -> Tensor:
         """The summed gradient of an owned run, once its reduction is through."""
@@ -180,15 +180,11 @@ class Optimizer:
         counted = [self.gradient(run) for run in (self.runs if runs is None else runs) if run.counts]
         return sum_of_squares(counted) if counted else torch.zeros((), dtype=torch.float64, device=self.storage.device)
 
-    def step(self, step: int, scale: float) -> None:
-        """One AdamW update of everything with gradients multiplied by `scale` (clipping, loss scale)."""
-        self.step_runs(self.runs, step, scale)
-
     @torch.no_grad()
     def step_runs(self, runs: Sequence[OwnedRun], step: int, scale: float) -> None:
-        """As `step`, for some of the runs; the caller counts the update once all have had it."""
+        """One AdamW update of these runs with gradients multiplied by `scale` (clipping, loss scale)."""
         if self.arena is None:
-            self._update(runs, [(run.master, run.exp_avg, run.exp_avg_sq) for run in runs], step, scale)
+            self._update(runs, [run.state for run in runs], step, scale)
             return
         batches = list(_batches(runs, brought_elements()))
         coming = [self._bring(run) for run in batches[0]] if batches else []
@@ -219,11 +215,8 @@ class Optimizer:
         state_is_offloaded = self._state_arena is not None
         master_is_offloaded = state_is_offloaded if self.keeps_masters else run.weight_is_offloaded
         items: list[Fetch | Tensor] = []
-        for tensor, offloaded in (
-            (run.master, master_is_offloaded),
-            (run.exp_avg, state_is_offloaded),
-            (run.exp_avg_sq, state_is_offloaded),
-        ):
+        offloads = master_is_offloaded, state_is_offloaded, state_is_offloaded
+        for tensor, offloaded in zip(run.state, offloads, strict=True):
             if not offloaded:
                 items.append(tensor)
                 continue
@@ -235,8 +228,7 @@ class Optimizer:
     def _take_back(self, run: OwnedRun, state: Sequence[Tensor]) -> list[Copy]:
         """Stores what `_bring` fetched."""
         assert self.arena is not None
-        homes = run.master, run.exp_avg, run.exp_avg_sq
-        return [self.arena.store(home, values) for home, values in zip(homes, state, strict=True) if home is not values]
+        return [self.arena.store(home, new) for home, new in zip(run.state, state, strict=True) if home is not new]
 
     def _update(
         self, runs: Sequence[OwnedRun], state: Sequence[Sequence[Tensor]], step: int, scale: float
@@ -283,10 +275,6 @@ class Optimizer:
                 for (placed, part), here in zip(run.axis, places, strict=True):
                     values = read(placed.info, part.shift(-placed.span.start))
                     run.master[here.start : here.stop].copy_(values)
-
-    def moments(self, run: OwnedRun) -> tuple[Tensor, Tensor]:
-        """First and second moment of an owned run; zeros before the first step."""
-        return run.exp_avg, run.exp_avg_sq
 
     def set_updates(self, updates: int) -> None:
         """Continues bias correction as after `updates` updates."""

@@ -4,7 +4,7 @@ A bucket's reduction starts when the last microbatch's backward has filled it, w
 before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -118,7 +118,7 @@ class Reducer:
                 pieces.append(LocalPiece(piece, bucket, *places, own, home, group))
         return pieces
 
-    def _copied_norms(self):  # type: ignore[no-untyped-def]
+    def _copied_norms(self) -> Iterator[tuple[int | None, Range]]:
         """By chunk, the norms in storage, where a replica's ranks hold copies that its first rank speaks for."""
         if self._replica_group is None:
             return
@@ -195,7 +195,7 @@ class Reducer:
         for chunk, norms in self.norms.items():
             if chunk in chunks:
                 values = self.storage.weights[norms.start : norms.stop]
-                dist.broadcast(values, group=self._replica_group, group_src=sorted(self.replica).index(self.replica[0]))
+                dist.broadcast(values, self.replica[0], self._replica_group)
 
     def finish_gather(self, layer: int | None = None) -> None:
         """Returns when a layer of the stage has its new weights; by default, when all have."""

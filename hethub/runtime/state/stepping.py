@@ -65,8 +65,7 @@ class Stepping:
     def conclude(self, scale: float) -> None:
         """Steps what is due at the end of the step, gradients multiplied by `scale`, and notes what is due later."""
         if not self._per_chunk:
-            with self._pace.stepping(sum(run.local.size for run in self._optimizer.runs)):
-                self._optimizer.step(self._step, scale)
+            self._step_runs(self._optimizer.runs, self._step, scale)
             return
         self._step_runs(self._runs(None), self._step, scale)
         if self._waits:

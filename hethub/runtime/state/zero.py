@@ -136,12 +136,13 @@ class ZeroManager:
             self._arena.end_layer()
 
     def finish_chunk(self, chunk: int) -> None:
-        """Returns when the reductions of a chunk that is stepped by itself are through."""
+        """As `finish`, of a chunk that is stepped by itself: its norm is taken up."""
         assert self.stepping is not None
-        self._finish_reductions(chunk)
+        self.finish(chunk)
         self.stepping.chunk_reduced(chunk)
 
-    def _finish_reductions(self, chunk: int | None = None) -> None:
+    def finish(self, chunk: int | None = None) -> None:
+        """Returns when the reductions of a chunk, or all, are through: owned gradients are complete sums."""
         if self.gradients is not None:
             self.gradients.finish()
         self.reducer.finish(chunk)
@@ -155,7 +156,3 @@ class ZeroManager:
     def offload(self) -> OffloadedLayer | None:
         """Where a layer's graph keeps its tensors in host memory; None where they stay on the device."""
         return None if self._arena is None else OffloadedLayer(self._arena, self._meter)
-
-    def finish(self) -> None:
-        """Returns when all reductions are through: owned gradients are complete sums."""
-        self._finish_reductions()

@@ -29,7 +29,8 @@ PROGRAM = f"""
 import importlib.util, json, sys
 import torch, torch.distributed as dist
 from hethub.communicator import connect
-from hethub.runtime.launch.rendezvous import launch_info, rendezvous
+from hethub.runtime.launch.launcher_environment import launch_info
+from hethub.runtime.launch.rendezvous import rendezvous
 spec = importlib.util.spec_from_file_location("sockets", {str(ROOT / "tests/support/hosts/sockets.py")!r})
 sockets = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sockets)

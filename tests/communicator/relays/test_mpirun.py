@@ -16,7 +16,8 @@ pytestmark = needs_mpirun
 SOCKETS = Path(__file__).resolve().parents[2] / "support" / "hosts" / "sockets.py"
 REDUCE = f"""
 import importlib.util, json, sys, torch, torch.distributed as dist
-from hethub.runtime.launch.rendezvous import launch_info, rendezvous
+from hethub.runtime.launch.launcher_environment import launch_info
+from hethub.runtime.launch.rendezvous import rendezvous
 from hethub.communicator import connect
 from hethub.communicator.relays import mpi
 from hethub.runtime.measure.clock import clock_offset

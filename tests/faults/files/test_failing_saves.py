@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from hethub.runtime.checkpoint import CheckpointManager
+from hethub.runtime.checkpoint import CheckpointManager, dcp
 from hethub.runtime.loop.trainer import Trainer
-from hethub.runtime.program.checkpoint import ProgramCheckpoints
 from tests.runtime.program.test_program_jobs import write_program_job
 from tests.support.command import Ended, ranks
 from tests.support.job_files import write_pair_job
@@ -27,11 +26,11 @@ def job(tmp_path: Path) -> Path:
 def fail_on_rank_1(error: Exception, failing: range, rank: int) -> None:
     """The saves of these steps fail there. A step takes until the save before it has ended, so that a failure is known in
     the step behind the one that was to be saved."""
-    finish, save, run_step = CheckpointManager._finish_files, CheckpointManager.save, Trainer.run_step
+    finish, save, run_step = CheckpointManager._finish, CheckpointManager.save, Trainer.run_step
     writing: list[Any] = []
 
-    def finish_files(self: Any, partial: Path, record: Any) -> Any:
-        if record.step in failing:
+    def finish_or_fail(self: Any, partial: Path, record: Any) -> Any:
+        if record["step"] in failing:
             raise error
         return finish(self, partial, record)
 
@@ -46,7 +45,7 @@ def fail_on_rank_1(error: Exception, failing: range, rank: int) -> None:
     Trainer.run_step = patient  # type: ignore[method-assign]
     CheckpointManager.save = remembered  # type: ignore[method-assign]
     if rank == 1:
-        CheckpointManager._finish_files = finish_files  # type: ignore[method-assign]
+        CheckpointManager._finish = finish_or_fail  # type: ignore[method-assign]
 
 
 def train(job: Path, error: Exception, failing: range, *more: str) -> tuple[list[Ended], list[str]]:
@@ -104,18 +103,18 @@ def test_a_save_that_fails_for_good_ends_the_run_at(job: Path, steps: int, last:
 
 def short_files_on_rank_1(rank: int) -> None:
     """While a program's checkpoint is written there."""
-    write = ProgramCheckpoints._write
+    write = dcp.write
 
-    def write_short(self: Any, partial: Path, parts: Any) -> None:
+    def write_short(*given: Any, **options: Any) -> None:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most[1]))
         try:
-            write(self, partial, parts)
+            write(*given, **options)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, most)
 
     if rank == 1:
-        ProgramCheckpoints._write = write_short  # type: ignore[method-assign]
+        dcp.write = write_short
 
 
 def test_what_refused_a_programs_checkpoint_is_named(tmp_path: Path) -> None:

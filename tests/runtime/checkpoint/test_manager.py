@@ -127,7 +127,6 @@ def resume_and_save(world: Any, case: Case, folder: Path) -> Any:
     trainer = build_trainer(world, case)
     store = CheckpointManager(folder, 2, world)
     path = store.latest()
-    assert path is not None
     start = trainer.restore(store, path)
     store.begin_behind(start)
     found = []
@@ -171,7 +170,6 @@ def meet_a_stale_file(world: Any, case: Case, folder: Path) -> str:
     assert caught.value.agreed
     integrity._digest = digest
     path = store.latest()
-    assert path is not None
     return path.name
 
 
@@ -278,15 +276,15 @@ def test_a_run_s_last_save_is_its_newest_marker_s(tmp_path: Path) -> None:
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
     """The last one is due by its number and at the end."""
     manager, written = CheckpointManager(tmp_path, 1, OneRank()), list[int]()  # type: ignore[arg-type]
-    manager.write_folder = lambda step, *_: written.append(step)  # type: ignore[method-assign]
+    manager.write = lambda step, *_: written.append(step)  # type: ignore[method-assign]
     for step in (5, 5, 6, 6):
-        manager.save(SimpleNamespace(step=step), None, blocking=True)  # type: ignore[arg-type]
+        manager.save(SimpleNamespace(step=step, to_dict=dict), None, blocking=True)  # type: ignore[arg-type]
     assert written == [5, 6]
 
 
 def test_what_a_run_goes_on_from_is_not_saved_again(folder: Path) -> None:
     manager, written = CheckpointManager(folder, 2, OneRank()), list[int]()  # type: ignore[arg-type]
-    manager.write_folder = lambda step, *_: written.append(step)  # type: ignore[method-assign]
+    manager.write = lambda step, *_: written.append(step)  # type: ignore[method-assign]
     record = manager.load(folder / "step-3", CASE.layout(), None)
     manager.save(record, None, blocking=True)
     assert written == []
@@ -326,7 +324,6 @@ def fail_to_write(world: Any, case: Case, folder: Path) -> list[str]:
     if world.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     path = store.latest()
-    assert path is not None
     assert not (folder / "step-2.partial").exists()  # nothing of it takes the room that is needed
     world.barrier()
     if world.rank == 0:  # what could not be removed, as on a network file system

@@ -127,9 +127,11 @@ def test_fewer_tokens_than_a_window_are_refused() -> None:
 
 def test_no_sample_of_an_evaluation_counts_twice() -> None:
     data = dataset(num_tokens=5 * SEQ_LEN + 1)
-    data.check_epoch(5, "eval")
-    with pytest.raises(BadInput, match=r"counting: eval takes 6 samples of it, and it has 5 of seq_len 8"):
-        data.check_epoch(6, "eval")
+    data.check_epoch(5)
+    with pytest.raises(
+        BadInput, match=r"counting: an evaluation of eval.batches takes 6 samples of it, and it has 5 of seq_len 8"
+    ):
+        data.check_epoch(6)
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:

@@ -314,16 +314,15 @@ def test_a_step_is_what_all_ranks_say_together():
 
 
 def test_a_line_has_a_steps_tokens_their_rate_and_what_it_communicated(job):
-    layout = bind(load_plan_of(job, job.plan_path), job.model, job.cluster)
     totals = iter([1, 3, 6])
 
     def counters():
         return {"operations": [{"group": "all", "operation": "all_reduce", "calls": next(totals)}], "links": []}
 
-    reporter = StepReporter(SimpleNamespace(counters=counters), layout)
-    times = {"step_seconds": 0.5, "predicted_step_seconds": None, "lr": 0.1, "loss_scale": 1.0, "time_scale": None}
+    reporter = StepReporter(SimpleNamespace(counters=counters))
+    given = {"tokens": 8 * 32, "step_seconds": 0.5, "predicted_step_seconds": None, "lr": 0.1}
     for loss, told, calls in ((2.0, 2.0, 2), (math.inf, None, 3)):
-        line = reporter.metrics(1, StepOutcome(loss, 1.0, 0, False, False, ()), **times)
+        line = reporter.metrics(1, StepOutcome(loss, 1.0, 0, False, False, ()), **given)
         assert (line.loss, line.tokens, line.tokens_per_second) == (told, 8 * 32, 512.0)
         assert [row["calls"] for row in line.communication["operations"]] == [calls]
 

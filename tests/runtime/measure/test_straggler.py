@@ -125,8 +125,8 @@ class Watched:
 
     def _remedy(self, job, layout, profile, factors):
         self.factors.append(dict(factors))
-        prediction = SimpleNamespace(to_dict=dict)
-        return Remedy(plan=layout.plan, step_seconds=1.0, present_step_seconds=self.present, prediction=prediction)
+        prediction = SimpleNamespace(to_dict=dict, step_seconds=1.0)
+        return Remedy(plan=layout.plan, present_step_seconds=self.present, prediction=prediction)
 
     def steps(self, factor):
         """Three steps in which rank 1 takes `factor` times as long as its accelerator should."""

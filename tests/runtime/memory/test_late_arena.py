@@ -153,7 +153,7 @@ def step_offloaded(rank: int, store: Any, case: Case) -> tuple[int, int, int, bo
     stored, arena.fetch, arena.store = arena.store, fetch_late, store_late
     device.synchronize()
     before = taken.peak_bytes = taken.used_bytes
-    optimizer.step(1, 1.0)
+    optimizer.step_runs(optimizer.runs, 1, 1.0)
     device.synchronize()
     assert max(run.local.size for run in optimizer.runs) == brought_elements()  # the embedding's, cut
     batches = [

@@ -65,10 +65,10 @@ def folder(tmp_path: Path) -> Path:
 
 def all_tensors(folder: Path, model: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Every tensor in Hugging Face's shape, read through `Weights`."""
-    with open_weights(folder, model) as weights:
-        for tensor in model_tensors(model):
-            stored = weights.read(tensor, Range(0, tensor.numel)).view(tensor.stored_shape)
-            yield tensor.name, stored.t() if tensor.split_dim == 1 else stored
+    weights = open_weights(folder, model)
+    for tensor in model_tensors(model):
+        stored = weights.read(tensor, Range(0, tensor.numel)).view(tensor.stored_shape)
+        yield tensor.name, stored.t() if tensor.split_dim == 1 else stored
 
 
 def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -92,14 +92,14 @@ def test_weights_of_transformers_read_equal(tmp_path: Path, kind: str, shard_siz
 def test_parts_are_runs_of_the_stored_tensor(folder: Path) -> None:
     model = from_hugging_face(folder)
     originals = load_file(folder / SINGLE_FILE)
-    with open_weights(folder, model) as weights:
-        for tensor in model_tensors(model):
-            original = originals[tensor.name]
-            flat = (original.t() if tensor.split_dim == 1 else original).flatten()
-            for part in [*split(tensor.numel, 3), *split(tensor.numel, 7), Range(5, 5), Range(1, 2)]:
-                read = weights.read(tensor, part)
-                assert torch.equal(read, flat[slice(*part)]), (tensor.name, part)
-                assert read.untyped_storage().nbytes() == read.nbytes, "nothing but the part is kept"
+    weights = open_weights(folder, model)
+    for tensor in model_tensors(model):
+        original = originals[tensor.name]
+        flat = (original.t() if tensor.split_dim == 1 else original).flatten()
+        for part in [*split(tensor.numel, 3), *split(tensor.numel, 7), Range(5, 5), Range(1, 2)]:
+            read = weights.read(tensor, part)
+            assert torch.equal(read, flat[slice(*part)]), (tensor.name, part)
+            assert read.untyped_storage().nbytes() == read.nbytes, "nothing but the part is kept"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

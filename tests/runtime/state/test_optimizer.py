@@ -145,7 +145,7 @@ def adamw_by_hand(world: Any, case: Case) -> tuple[float, float]:
         adamw.step()
     weights = max(float((plain[name] - own.weight).abs().max()) for name, own in storage.parameters.items())
     first = sorted(float(adamw.state[w]["exp_avg"].double().square().sum()) for w in plain.values())
-    ours = sum(float(trainer.optimizer.moments(run)[0].double().square().sum()) for run in trainer.optimizer.runs)
+    ours = sum(float(run.exp_avg.double().square().sum()) for run in trainer.optimizer.runs)
     return weights, abs(ours - sum(first)) / sum(first)
 
 
@@ -175,7 +175,7 @@ def clipped_step(world: Any, case: Case) -> tuple[bool, float]:
     for leaf, run in zip(plain, optimizer.runs, strict=True):
         leaf.grad = optimizer.gradient(run) * scale
     with Operations() as operations:
-        optimizer.step(1, scale)
+        optimizer.step_runs(optimizer.runs, 1, scale)
     train = trainer.train
     for leaf, run in zip(plain, optimizer.runs, strict=True):
         decay = train.weight_decay * run.bucket.decays
