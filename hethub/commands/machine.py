@@ -294,7 +294,11 @@ def _merge(options: argparse.Namespace) -> None:
     if (given := options.job or next(iter(options.set), None)) is not None:
         raise BadInput(f"--merge puts measured profiles together and measures no job; leave out {given}.")
     refuse_overwriting(options.out, *options.merge)
-    save_profile(merge(map(load_profile, options.merge)), options.out)
+    merged, *others = map(load_profile, options.merge)
+    for file, other in zip(options.merge[1:], others, strict=True):
+        with asked_by(file):
+            merged = merge((merged, other))
+    save_profile(merged, options.out)
     print(f"written to {options.out}")
 
 
