@@ -1,6 +1,7 @@
 """hethub launch, doctor and profile: starting jobs, and what machines have and do."""
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ def _add_launch(commands: Any) -> None:
 def launch(options: argparse.Namespace) -> int:
     from hethub.report.tables import makers_not_started
     from hethub.runtime.launch.launcher_command import launch_commands, run_here
-    from hethub.runtime.run_folder import has_finished, metrics_written
+    from hethub.runtime.run_folder import AUTO, has_finished, metrics_written
     from hethub.spec.job import load_job
 
     job = load_job(options.job, options.set)
@@ -80,16 +81,20 @@ def launch(options: argparse.Namespace) -> int:
         print("\n".join(map(str, starts)))
         return 0
     before = metrics_written(job, options.run_dir, options.resume)
-    code = run_here(starts)
+    code, asked = run_here(starts)
     now = metrics_written(job, options.run_dir, options.resume)
     # `mpirun --continuous` (Open MPI 5.0) ends with 0 where signals have killed all of its ranks.
-    if code < 0 or (code == 0 and options.launcher == "mpirun" and not has_finished(job, before, now)):
-        raise RunFailed(
-            "the job ended before its last step, and no rank could say why: all were killed or told to end."
-        )
-    if code not in (0, _REFUSED, STOPPED, AGAIN):
-        raise RunFailed(f"the job ended with exit code {code}; what failed is said above.")
-    return code
+    silent = code < 0 or (code == 0 and options.launcher == "mpirun" and not has_finished(job, before, now))
+    if not silent and code in (0, _REFUSED, STOPPED, AGAIN):
+        return code
+    error = RunFailed(
+        "the job ended before its last step, and no rank could say why: all were killed or told to end."
+        if silent
+        else f"the job ended with exit code {code}; what failed is said above."
+    )
+    was_killed = silent or 128 < code < 128 + signal.NSIG  # as srun and shells count
+    error.again = was_killed and not asked and options.resume == AUTO
+    raise error
 
 
 def _check_named(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec") -> None:
@@ -289,7 +294,11 @@ def _merge(options: argparse.Namespace) -> None:
     if (given := options.job or next(iter(options.set), None)) is not None:
         raise BadInput(f"--merge puts measured profiles together and measures no job; leave out {given}.")
     refuse_overwriting(options.out, *options.merge)
-    save_profile(merge(map(load_profile, options.merge)), options.out)
+    merged, *others = map(load_profile, options.merge)
+    for file, other in zip(options.merge[1:], others, strict=True):
+        with asked_by(file):
+            merged = merge((merged, other))
+    save_profile(merged, options.out)
     print(f"written to {options.out}")
 
 

@@ -107,15 +107,15 @@ def plan(options: argparse.Namespace) -> None:
     strategy = strategy_of(job) if options.strategy is None else options.strategy
     if is_program_job(job, strategy=options.strategy):
         return plan_program_job(options, job)
-    cluster, profile = known_cluster(job), measured_for(options, job)
+    model, cluster, profile = job.model, known_cluster(job), measured_for(options, job)
     software = hethub_software(job.spec.train.compile)
     with asked_by(job.path, job.source.place):
         result = make_plan(
-            job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy,
+            model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy,
             top=5 if options.top is None else options.top, explain=options.explain, profile=profile, software=software,
             processes=processors(),
         )  # fmt: skip
-    layout = bind(result.plan, job.model, cluster)
+    layout = bind(result.plan, model, cluster)
     result = replace(result, prediction=with_staging(result.prediction, layout, profile, software))
     written = []
     if options.out is not None:
@@ -125,10 +125,10 @@ def plan(options: argparse.Namespace) -> None:
         written += save_alone(result.homogeneous_parts, planned_for(job), folder)
     assumed = assumed_speeds(cluster, result.plan.precision, profile)
     if options.json:
-        reasons = not_trained(result.plan, job.model, cluster)
+        reasons = not_trained(result.plan, model, cluster)
         print_json({**result.to_dict(), "assumed_speeds": assumed, "not_trained": reasons})
     else:
-        print_plan(result, job.model, cluster, assumed, written)
+        print_plan(result, model, cluster, assumed, written)
 
 
 def _add_predict(commands: Any) -> None:

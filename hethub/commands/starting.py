@@ -66,6 +66,8 @@ def init(options: argparse.Namespace) -> None:
         print(f"then: name the tokenizer in {job}: {options.model} has no {TOKENIZER}")
     if files["cluster.yaml"] == templates.EXAMPLE_CLUSTER:
         print(f"then: write your nodes into {options.out / 'cluster.yaml'}, where an example stands")
+    if options.kind != "laptop":
+        print(f"then: hethub doctor {job}      names what the job lacks, your data above all")
     print(f"then: hethub launch {job}")
 
 

@@ -21,9 +21,9 @@ def _named_network(text: str) -> str:
 
 
 def _as_it_is(environment: str) -> str:
-    if environment.startswith("~") or "$" in environment:
+    if not environment.startswith("/") or "$" in environment:
         raise ValueError(
-            f"'{environment}' is taken as it stands, no shell expands it; write the whole path, /opt/hethub say."
+            f"'{environment}' is taken as it stands on every machine, no shell expands it; write the whole path, /opt/hethub say."
         )
     return environment
 

@@ -128,6 +128,7 @@ def test_init_writes_a_job_that_plans(kind, tmp_path, capsys):
     assert job.cluster is not None
     assert f"then: hethub launch {job.path}" in said
     assert ("write your nodes into" in said) == (kind == "pretrain")  # no device here: its cluster file is an example
+    assert (f"then: hethub doctor {job.path} " in said) == (kind == "pretrain")  # a laptop's job has its text
     commented = "".join(re.findall(r"^# (?=data:|eval:)(.*\n)", job.path.read_text(), re.M))
     given = yaml.safe_load(job.path.read_text()) | yaml.safe_load(commented)
     assert JobSpec.model_validate(given).eval is not None  # what is commented out can be put in

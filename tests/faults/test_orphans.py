@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import AS_ROOT, HETHUB, Running, needs_mpirun, parent_of, ranks, start_mpirun, start_torchrun
+from hethub.runtime.acceptance.start import environments
+from tests.support.command import (
+    AS_ROOT,
+    HANG_SECONDS,
+    HETHUB,
+    Running,
+    needs_mpirun,
+    parent_of,
+    ranks,
+    start_mpirun,
+    start_torchrun,
+)
 from tests.support.hosts.slurm import missing, running_slurm, tasks_with
 from tests.support.hosts.sockets import free_port
 from tests.support.job_files import write_job, write_pair_job
@@ -67,6 +78,36 @@ def test_a_rank_whose_launcher_was_gone_before_the_ranks_met_ends_too(tmp_path):
     assert "rank 1 ends because its launcher" in orphan.stderr
     assert survivor.exit_code == 1
     assert "rank 1 is gone" in survivor.stderr
+
+
+# Its parent ends as soon as it imports torch, which takes seconds.
+ORPHAN_THAT_IMPORTS = """
+import os, runpy, signal, sys, time
+
+class Torch:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            os.kill(launcher, signal.SIGKILL)
+            while os.getppid() == launcher:
+                time.sleep(0.05)
+
+launcher = os.getpid()
+if os.fork() != 0:
+    signal.pause()
+sys.meta_path.insert(0, Torch())
+sys.argv = ["acceptance", "speed"]
+runpy.run_module("hethub.runtime.acceptance", run_name="__main__")
+"""
+
+
+def test_what_trains_for_the_acceptance_test_ends_with_the_rank_that_started_it():
+    """On a device it trained on for minutes, for nobody."""
+    (place,) = environments(0, 1)
+    command = [sys.executable, "-P", "-c", ORPHAN_THAT_IMPORTS]
+    ended = subprocess.run(command, env=place, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
+    assert "rank 0 ends because its launcher" in ended.stderr
+    assert ended.stdout == ""
 
 
 @pytest.mark.slow

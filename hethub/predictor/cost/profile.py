@@ -117,7 +117,7 @@ class ProfileSpec(Spec):
             if mine != theirs:
                 raise BadInput(
                     f"the profile measured layers of model '{self.model.name}' with {key} {describe(mine)}, but model '{model.name}' has "
-                    f"{describe(theirs)}; run `hethub profile` with this model, or predict without the profile."
+                    f"{describe(theirs)}; run `hethub profile` with this model, or leave the profile out."
                 )
 
     def check_version(self) -> None:
@@ -225,7 +225,7 @@ def merge(profiles: Iterable[ProfileSpec]) -> ProfileSpec:
     profiles = list(profiles)
     first = profiles[0]
     for other in profiles[1:]:
-        first.check_model(other.model)
+        other.check_model(first.model)
         if other.hethub != first.hethub:
             raise BadInput(
                 f"profiles of hethub {first.hethub} and {other.hethub} cannot be merged; measure again with one version."

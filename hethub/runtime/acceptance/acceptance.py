@@ -126,7 +126,7 @@ def _training() -> Iterator[Row]:
     devices = len(all_devices())
     for part, ranks in (("repeats", 1), ("speed", 1), ("memory", devices or CPU_RANKS)):
         places = environments(min(ranks, devices), 0 if devices else ranks)
-        code, said, errors = run(["hethub.runtime.acceptance.training", part], places, timeout_seconds=PART_SECONDS)
+        code, said, errors = run(["hethub.runtime.acceptance", part], places, timeout_seconds=PART_SECONDS)
         if code != 0:
             last = (errors.strip().splitlines() or ["it said nothing"])[-1]
             yield Row(

@@ -1,9 +1,7 @@
 """Short training runs on ranks of one machine: a step's time beside a plain loop's, the same bits twice, memory.
 
-    python -m hethub.runtime.acceptance.training PART…     (repeats, speed, memory)
-
-In processes of their own, so that what runs out of memory or breaks takes nothing with it. The first rank prints rows as
-JSON.
+In processes of their own (__main__.py), so that what runs out of memory or breaks takes nothing with it. The first rank
+prints rows as JSON.
 """
 
 import json
@@ -237,7 +235,3 @@ def main() -> None:
         first = world.rank == 0
     if first:
         print(json.dumps(rows))
-
-
-if __name__ == "__main__":
-    main()

@@ -224,8 +224,9 @@ def _hethub(node: NodeSpec) -> tuple[str, ...]:
     return (f"{node.environment}/bin/hethub",) if node.environment is not None else (sys.executable, "-m", "hethub")
 
 
-def run_here(commands: Sequence[Command]) -> int:
-    """Runs the command and returns its exit code. Raises BadInput where the commands belong on several machines."""
+def run_here(commands: Sequence[Command]) -> tuple[int, bool]:
+    """Runs the command; its exit code, and whether it was asked to end. Raises BadInput where there are several, of several
+    machines."""
     if len(commands) > 1 or commands[0].host not in (None, socket.gethostname(), "localhost"):
         raise BadInput(
             f"torchrun is started once on every machine ({', '.join(str(c.host) for c in commands)}); run each command there "
@@ -256,8 +257,9 @@ def _own_sessions(launcher: str) -> Iterator[dict[str, str]]:
         yield {_SESSIONS: folder}
 
 
-def _run(command: Command, more: Mapping[str, str], handed_on: signal.Signals) -> int:
-    """The exit code of a launcher, whose ranks are asked to save and exit when this process is told to end.
+def _run(command: Command, more: Mapping[str, str], handed_on: signal.Signals) -> tuple[int, bool]:
+    """The exit code of a launcher, whose ranks are asked to save and exit when this process is told to end; and whether it
+    was.
 
     At a Ctrl-C of its own mpirun (Open MPI 5.0) kills its ranks half a second later, so launchers run where the
     terminal's does not reach them, and get what they hand on to their ranks; where this process is killed, Linux sends
@@ -304,4 +306,4 @@ def _run(command: Command, more: Mapping[str, str], handed_on: signal.Signals) -
         error = RunFailed("ended at once, as asked; go on from the last checkpoint that was whole with --resume DIR.")
         error.quiet = not ended
         raise error
-    return process.returncode
+    return process.returncode, asked

@@ -1,6 +1,7 @@
 """An unmodified module that returns a loss becomes one graph of its forward and backward, for any number of samples."""
 
 import inspect
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -135,7 +136,14 @@ class _Tracing:
 
     def _traced(self, step: Any) -> fx.GraphModule:
         tracer = make_fx(step, DECOMPOSITIONS, tracing_mode="symbolic", _allow_non_fake_inputs=True)
-        return tracer(list(self._values.values()))
+        log = logging.getLogger(
+            FakeTensorMode.__module__
+        )  # of tracebacks, where a paragraph says what cannot be traced
+        before, log.disabled = log.disabled, True
+        try:
+            return tracer(list(self._values.values()))
+        finally:
+            log.disabled = before
 
     def _step(self, values: list[torch.Tensor]) -> list[Any]:
         given = dict(zip(self._values, values, strict=True))

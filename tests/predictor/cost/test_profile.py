@@ -209,6 +209,18 @@ def test_profiles_of_several_nodes_are_merged_without_torch(tmp_path: Path, caps
     assert "cannot be merged" in capsys.readouterr().err
 
 
+def test_profiles_of_two_models_are_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message named no file, and advised to predict without the profile."""
+    files = [str(tmp_path / name) for name in ("a.json", "b.json", "c.json")]
+    for file, model in zip(files, (TINY, TINY, TINY.replace(name="other", hidden=2 * TINY.hidden)), strict=True):
+        save_profile(profile(model=model), file)
+    out = tmp_path / "all.json"
+    assert run(["profile", "--merge", *files, "--out", str(out)]) == 2
+    told = f"{files[2]}: the profile measured layers of model 'other' with hidden {2 * TINY.hidden}, but model 'tiny' has {TINY.hidden}; "
+    assert told + "run `hethub profile` with this model, or leave the profile out." in capsys.readouterr().err
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("name", ["a.json", "b.json", "link.json"])
 def test_merged_profiles_take_the_place_of_none_of_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from hethub.cli import run
+from hethub.runtime.launch import launcher_command
 from tests.support.command import AS_ROOT, HANG_SECONDS, HETHUB, Running, needs_mpirun
 from tests.support.hosts.sockets import listening_addresses
 from tests.support.job_files import MODEL, plan, write_job, write_pair_job, write_yaml
@@ -52,6 +53,7 @@ def test_launch_hands_on_what_was_asked(tmp_path):
         (["--profile", "nope.json"], "nope.json: there is no such profile"),
         (["--resume", "nope"], "nope: there is no run to resume here"),
         (["--set", "cluster=home.yaml"], "home.yaml, line 7: nodes[0].environment: '~/cuda' is taken as it stands"),
+        (["--set", "cluster=near.yaml"], "near.yaml, line 7: nodes[0].environment: 'cuda' is taken as it stands"),
         (
             ["--set", "cluster=gaudi.yaml", "--set", "plan=auto"],
             "gaudi.yaml: hethub starts a rank on every accelerator, used or not, and none on intel; leave these nodes out ",
@@ -82,7 +84,8 @@ def test_what_a_job_cannot_run_is_refused_before_it_is_launched(given, said, tmp
     write_job(tmp_path)
     write_yaml(tmp_path / "elsewhere.yaml", plan(cluster="elsewhere"))
     nodes = [{"name": "rack", "count": 2, "accelerator": "MI300X", "accelerators": 8}]
-    write_yaml(tmp_path / "home.yaml", {"name": "home", "nodes": [{**nodes[0], "environment": "~/cuda"}]})
+    for name, environment in (("home", "~/cuda"), ("near", "cuda")):
+        write_yaml(tmp_path / f"{name}.yaml", {"name": name, "nodes": [{**nodes[0], "environment": environment}]})
     gaudi = {"name": "g", "accelerator": "Gaudi2", "accelerators": 8}
     write_yaml(tmp_path / "gaudi.yaml", {"name": "gaudi", "nodes": [{**nodes[0], "hosts": ["a", "b"]}, gaudi]})
     write_yaml(tmp_path / "many.yaml", {"name": "many", "nodes": nodes})
@@ -113,6 +116,31 @@ def test_launch_ends_as_ranks_do_that_were_given_bad_input(tmp_path):
     assert ended.exit_code == 2, ended.stderr
     assert "there is no run to resume here" in ended.stderr
     assert "ended with exit code" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ended", "by_itself", "alone"),
+    [
+        ("mpirun", (0, False), 75, 1),  # as Open MPI ends where signals have killed all ranks
+        ("mpirun", (0, True), 1, 1),  # before there was anything to save
+        ("mpirun", (-9, False), 75, 1),
+        ("srun", (137, False), 75, 1),
+        ("mpirun", (255, False), 1, 1),  # a host that it does not reach
+        ("torchrun", (1, False), 1, 1),
+        ("srun", (75, False), 75, 75),
+        ("srun", (3, True), 3, 3),
+    ],
+)
+def test_a_job_that_was_killed_is_worth_starting_again_under_resume_auto(
+    launcher, ended, by_itself, alone, tmp_path, monkeypatch
+):
+    """It ended with 1, behind which nothing starts a job again, though the next start would have gone on."""
+    monkeypatch.chdir(tmp_path)
+    write_pair_job(tmp_path)
+    monkeypatch.setattr(launcher_command, "run_here", lambda _: ended)
+    command = ["launch", "job.yaml", "--with", launcher]
+    assert run([*command, "--resume", "auto"]) == by_itself
+    assert run(command) == alone
 
 
 def test_a_launcher_that_is_not_here_is_refused(tmp_path):

@@ -287,7 +287,7 @@ def test_mpirun_starts_where_a_killed_one_of_its_number_has_left_its_session(
     words = ("mpirun", "--oversubscribe", "--bind-to", "none", "-n", "1", "echo", "started")
     assert subprocess.run(words, check=False).returncode != 0
     assert "listener" in capfd.readouterr().err
-    assert run_here([Command(words=words)]) == 0
+    assert run_here([Command(words=words)]) == (0, False)
     assert capfd.readouterr().out == "started\n"
     assert not list(tmp_path.glob("hethub-mpirun.*"))
 
@@ -309,4 +309,4 @@ print(run_here([Command(words=("sleep", "600"))]))
 
 def test_a_launcher_is_not_left_behind_by_who_is_told_to_end_right_then(tmp_path):
     ended = Running([sys.executable, "-P", "-c", TOLD_AT_ONCE], tmp_path, {}).end(patience_seconds=5)
-    assert (ended.exit_code, ended.stdout) == (0, f"{-signal.SIGTERM}\n"), ended.stderr
+    assert (ended.exit_code, ended.stdout) == (0, f"({-signal.SIGTERM}, True)\n"), ended.stderr

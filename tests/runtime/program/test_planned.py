@@ -70,6 +70,8 @@ def test_a_program_is_not_predicted_for_another_batch_precision_or_cluster(
         assert word in capsys.readouterr().err
     assert run(["predict", str(job), "--plan", str(tmp_path / "no.yaml")]) == 2  # it was said to lack plan: hap
     assert "no.yaml: there is no such plan file" in capsys.readouterr().err
+    assert run(["plan", str(job), "--strategy", "uniform"]) == 2
+    assert capsys.readouterr().err.count(str(job)) == 1  # it was named twice
     given = ("train", job, "--plan", plan, "--run-dir", tmp_path / "run")
     check_refused(ranks(2, *given, "--set", "train.precision=fp32", cwd=tmp_path), "precision or code has changed")
     text = plan.read_text()

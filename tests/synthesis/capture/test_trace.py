@@ -1,5 +1,6 @@
 """The traced graph computes what the module computes; what cannot be cut is refused with its operator and module."""
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -173,6 +174,15 @@ def test_what_cannot_be_cut_is_refused(module: nn.Module, words: list[str]) -> N
         trace(module, (torch.randn(samples, 4),))
     for word in words:
         assert word in str(refusal.value)
+
+
+def test_inputs_that_do_not_fit_the_module_are_told_in_one_paragraph(caplog: pytest.LogCaptureFixture) -> None:
+    """torch's log of what it refused came before it, two hundred lines of tracebacks."""
+    logging.getLogger("torch").addHandler(caplog.handler)
+    with pytest.raises(BadInput, match=r"Wrapped cannot be traced: .*\[6, 5\] X \[4, 4\].*self\.first\(values\)"):
+        trace(Wrapped(nn.Identity()), (torch.randn(6, 5),))
+    logging.getLogger("torch").removeHandler(caplog.handler)
+    assert not caplog.records
 
 
 def test_a_module_without_a_loss_is_refused() -> None:
