@@ -271,6 +271,9 @@ def test_the_frontier_is_of_sizes_where_a_price_is_missing(capsys: pytest.Captur
     frontier = capsys.readouterr().out.split("the frontier of time and size:\n")[1].split("\n1e+12 tokens")[0]
     assert "EUR" not in frontier
     assert all(line.endswith(" accelerators") for line in frontier.splitlines())
+    days = [float(said.replace(",", "")) for said in re.findall(r"([\d.,]+) days", frontier)]
+    assert days == sorted(days)
+    assert len(days) > 1
 
 
 def test_of_what_costs_the_same_the_fastest_is_the_answer() -> None:
