@@ -352,7 +352,9 @@ def test_watch_reads_the_last_lines_only(tmp_path, capsys, monkeypatch):
     whole = RunFolder(tmp_path)
     for count in (0, 1, 98, 99, 100, 1000):
         assert whole.newest_rows(count) == (whole.rows()[-count:] if count else [])
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps({**rows[-1], "eval_loss": 2.25})]) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(
+        "\n".join([*lines[:-1], json.dumps({**rows[-1], "eval_loss": 2.25})]) + "\n"
+    )
     assert "held-out loss 2.2500 at step 99" in printed(capsys, "watch", tmp_path, "--once")
     for text, count in (("", 0), ("a line without an end", 0), (lines[0] + "\n", 1)):
         (tmp_path / "metrics.jsonl").write_text(text)
