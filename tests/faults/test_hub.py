@@ -129,6 +129,36 @@ def test_a_crafted_line_changes_nothing(job, line):
     check_alive(job)
 
 
+def test_no_crafted_line_takes_the_place_of_a_rank_that_has_not_come():
+    """Where all have come nothing that is said is compared with a proof."""
+    hub = Hub(address="127.0.0.1", size=2, token=TOKEN, silence_seconds=20, meeting_seconds=60)
+    for line in (*crafted(), json.dumps({"rank": 1, "proof": proof(TOKEN, "another nonce", 1)}).encode()):
+        with socket.create_connection(("127.0.0.1", hub.port), timeout=20) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(line + b"\n")
+            stranger.shutdown(socket.SHUT_WR)
+            assert b"welcome" not in stranger.makefile("rb").read()
+    both = [
+        Liveness(hub_address=("127.0.0.1", hub.port), rank=rank, token=TOKEN, silence_seconds=20) for rank in (0, 1)
+    ]
+    for rank in both:
+        rank.wait_for_all(20)
+        rank.close()
+    hub.close()
+
+
+def test_a_proof_holds_for_one_rank_and_one_connection():
+    assert len({proof(TOKEN, nonce, rank) for nonce in ("one", "other") for rank in (0, 1)}) == 4
+
+
+def test_a_stranger_that_goes_on_and_on_is_hung_up_on(job):
+    stranger, _ = job.knock()
+    stranger.settimeout(hub_module.HELLO_SECONDS / 2)  # behind all of it who says nothing is hung up on, too
+    with stranger, contextlib.suppress(ConnectionResetError):
+        stranger.sendall(b"x" * 600)
+        assert stranger.makefile("rb").read() == b""
+    check_alive(job)
+
+
 def test_of_a_stranger_that_is_refused_nothing_more_is_heard(job):
     """Two lines at once: it is hung up on once."""
     stranger, _ = job.knock()
