@@ -52,7 +52,5 @@ def rank_additions(
             f"none of the catalogue's {len(left_out)} node types can be added to cluster '{have.name}'; "
             f"{next(iter(first.nodes))}: {first.why}"
         )
-    ranked = sorted(
-        found, key=lambda a: (a.gained_per_price is None, -(a.gained_per_price or 0.0), -a.gained_tokens_per_second)
-    )
+    ranked = sorted(found, key=lambda a: (-(a.gained_per_price or 0.0), -a.gained_tokens_per_second))
     return ranked, left_out

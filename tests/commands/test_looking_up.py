@@ -256,6 +256,7 @@ def test_the_other_tables_keep_words_whole_at_80_columns(tmp_path, monkeypatch, 
     text = shown_at_80(monkeypatch, capsys, lambda: print_sizing(found, question, None))
     assert words_of(text) >= {"accelerators", "goodput", "meets"}
     assert "2,345,678" in text
+    assert "1,234.5" in text  # MWh
     assert "2 of which may be a better answer" in " ".join(text.split())
     row = {
         "operation": "reduce_scatter", "path": "native", "ranks": 1024, "bytes": 67_108_864, "seconds": 12.5,
@@ -263,7 +264,7 @@ def test_the_other_tables_keep_words_whole_at_80_columns(tmp_path, monkeypatch, 
     }  # fmt: skip
     relays = {"near": [(0, "shm")], "far": [(0, "gloo")], "hosts": [[0], [1]]}
     text = shown_at_80(monkeypatch, capsys, lambda: tables.print_communication([row], relays))
-    assert words_of(text) >= {"reduce_scatter", "operation", "12500.000", "share"}
+    assert words_of(text) >= {"reduce_scatter", "operation", "12500.000", "share", "0.20"}  # 2.5 of 12.5 s
     assert "ms in each leg: wire 1500.00" in " ".join(text.split())
 
 
@@ -316,6 +317,10 @@ def test_watch_says_how_far_a_run_is_and_who_runs_it(tmp_path, capsys, monkeypat
     (tmp_path / "owner.json").write_text(json.dumps(before))
     gone = f"process {os.getpid()} ended before the run did; go on with --resume 'a run'"
     assert gone in printed(capsys, "watch", tmp_path)
+    (tmp_path / "owner.json").write_text(
+        json.dumps({**before, "host": "elsewhere"})
+    )  # whose processes nobody here can see
+    assert f"process {os.getpid()} on elsewhere runs it since then" in printed(capsys, "watch", tmp_path, "--once")
     (tmp_path / "owner.json").unlink()
     assert "nobody runs it now" in printed(capsys, "watch", tmp_path, "--once")
     assert run(["watch", str(tmp_path / "nowhere")]) == 2
@@ -335,17 +340,23 @@ def test_watch_reads_the_last_lines_only(tmp_path, capsys, monkeypatch):
     write_job(tmp_path, eval={"every_steps": 30, "batches": 1, "data": {"source": "python-stdlib"}})
     rows = [{"step": n, "loss": 3.0, "step_seconds": 0.5, "tokens": 1} for n in range(1, 100)]
     rows[69] |= {"eval_loss": 2.5}
+    for row in rows[:89]:
+        row["step_seconds"] = 9.0  # as ten of the last twenty took, whose median counts
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n" + lines[0][:20])  # the last is still being written
     parsed, row_of = [], run_folder._row
     monkeypatch.setattr(run_folder, "_row", lambda line: parsed.append(line) or row_of(line))
     out = printed(capsys, "watch", tmp_path, "--once")
-    assert "step 99 of 4: loss 3.0000" in out
+    assert "step 99 of 4: loss 3.0000, 4.75 s a step" in out
     assert "held-out loss 2.5000 at step 70" in out
     assert len(parsed) == 30
     whole = RunFolder(tmp_path)
     for count in (0, 1, 98, 99, 100, 1000):
         assert whole.newest_rows(count) == (whole.rows()[-count:] if count else [])
+    (tmp_path / "metrics.jsonl").write_text(
+        "\n".join([*lines[:-1], json.dumps({**rows[-1], "eval_loss": 2.25})]) + "\n"
+    )
+    assert "held-out loss 2.2500 at step 99" in printed(capsys, "watch", tmp_path, "--once")
     for text, count in (("", 0), ("a line without an end", 0), (lines[0] + "\n", 1)):
         (tmp_path / "metrics.jsonl").write_text(text)
         assert len(whole.newest_rows(5)) == count

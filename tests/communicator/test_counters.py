@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from hethub.communicator.counters import Counters, since
+from hethub.communicator.counters import Counters, Leg, LegClock, since
 from tests.support.ranks import run_ranks
 
 
@@ -19,6 +19,27 @@ def test_operations_are_profiler_ranges():
         assert "hethub:all_reduce" in names  # its caller waits: it runs in the caller's thread
         assert names["hethub:broadcast"] is True
         assert {"hethub:wire", "hethub:add"} <= set(names)  # its legs, where they run in the profiled thread
+
+
+def test_seconds_and_legs_add_up_also_since_then_and_of_what_is_destroyed():
+    counters = Counters()
+    counters.count_operation("a group", "all_reduce", 8, 2.0, {"wire": 1.5})
+    before = counters.to_dict()
+    counters.count_operation("a group", "all_reduce", 8, 1.0, {"wire": 0.5, "add": 0.25})
+    (news,) = since(before, counters.to_dict())["operations"]
+    assert (news["calls"], news["seconds"], news["legs"]) == (1, 1.0, {"wire": 0.5, "add": 0.25})
+    for _ in range(2):
+        (row,) = counters.to_dict()["operations"]
+        assert (row["calls"], row["seconds"], row["legs"]) == (2, 3.0, {"wire": 2.0, "add": 0.25})
+        counters.fold("a group")
+
+
+def test_seconds_of_a_leg_are_taken_once():
+    clock = LegClock()
+    with clock(Leg.WIRE):
+        pass
+    assert set(clock.take()) == {"wire"}
+    assert clock.take() == {}
 
 
 def counted(world):

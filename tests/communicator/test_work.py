@@ -12,6 +12,7 @@ import torch
 
 from hethub.communicator.bridge.messages import PointToPoint
 from hethub.communicator.counters import Counters
+from hethub.communicator.relays.relay import PeerError
 from hethub.communicator.work import AllOf, CallbackThreads, HethubWork, Job, NativeWork, Operation, Worker
 from hethub.spec.errors import BadInput, RunFailed
 
@@ -107,6 +108,27 @@ def until(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_a_failure_names_the_peer_and_the_first_cause_that_is_known():
+    explainer = Nobody()
+    operation = Operation(name="all_reduce", group="a group", rank=0, explainer=explainer)
+    error = PeerError(3, "connection closed")
+    assert str(operation.failed(error)) == "all_reduce in a group failed on rank 0 with rank 3: connection closed"
+    explainer.explain = lambda: "rank 2 is gone"
+    assert str(operation.failed(error)) == "all_reduce in a group failed on rank 0 with rank 3: rank 2 is gone"
+    known = RunFailed("the ranks call unlike operations")  # which all of them find
+    assert operation.failed_for_good(known) is known
+    assert explainer.given_up == [(str(known), True)]
+
+
+def test_a_future_asked_for_before_the_end_is_ended_by_the_callbacks():
+    work = work_of(result=[torch.ones(1)])
+    future = work.get_future()
+    work.finish()
+    (callback,) = work._callbacks.given
+    callback()
+    assert future.value() == [torch.ones(1)]
 
 
 def test_who_waits_with_patience_of_his_own_may_ask_again():

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import queue
 import random
 import resource
 import socket
@@ -11,9 +12,10 @@ import time
 import pytest
 
 from hethub.communicator.joining import hub as hub_module
-from hethub.communicator.joining.connection import proof
+from hethub.communicator.joining.connection import Connection, proof
 from hethub.communicator.joining.hub import Hub
 from hethub.communicator.joining.liveness import Liveness
+from hethub.spec.errors import RunFailed
 from tests.support.command import ranks
 from tests.support.job_files import write_job
 
@@ -127,6 +129,103 @@ def test_a_crafted_line_changes_nothing(job, line):
     check_alive(job)
 
 
+def test_no_crafted_line_takes_the_place_of_a_rank_that_has_not_come():
+    """Where all have come nothing that is said is compared with a proof."""
+    hub = Hub(address="127.0.0.1", size=2, token=TOKEN, silence_seconds=20, meeting_seconds=60)
+    for line in (*crafted(), json.dumps({"rank": 1, "proof": proof(TOKEN, "another nonce", 1)}).encode()):
+        with socket.create_connection(("127.0.0.1", hub.port), timeout=20) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(line + b"\n")
+            stranger.shutdown(socket.SHUT_WR)
+            assert b"welcome" not in stranger.makefile("rb").read()
+    both = [
+        Liveness(hub_address=("127.0.0.1", hub.port), rank=rank, token=TOKEN, silence_seconds=20) for rank in (0, 1)
+    ]
+    for rank in both:
+        rank.wait_for_all(20)
+        rank.close()
+    hub.close()
+
+
+def test_a_proof_holds_for_one_rank_and_one_connection():
+    assert len({proof(TOKEN, nonce, rank) for nonce in ("one", "other") for rank in (0, 1)}) == 4
+
+
+def test_a_stranger_that_goes_on_and_on_is_hung_up_on(job):
+    stranger, _ = job.knock()
+    stranger.settimeout(hub_module.HELLO_SECONDS / 2)  # behind all of it who says nothing is hung up on, too
+    with stranger, contextlib.suppress(ConnectionResetError):
+        stranger.sendall(b"x" * 600)
+        assert stranger.makefile("rb").read() == b""
+    check_alive(job)
+
+
+def test_of_a_stranger_that_is_refused_nothing_more_is_heard(job):
+    """Two lines at once: it is hung up on once."""
+    stranger, _ = job.knock()
+    with stranger:
+        stranger.sendall(b'{"rank": 1, "proof": "x"}\n' * 2)
+        assert stranger.makefile("rb").read() == b""
+    check_alive(job)
+
+
+def test_a_stranger_that_makes_room_for_another_may_have_spoken_at_the_same_time(job, monkeypatch):
+    strangers = [job.knock()[0] for _ in range(66)]
+    beating, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(job.hub, "_beat", lambda: (beating.set(), go.wait(20)))
+    assert beating.wait(20)
+    strangers.append(
+        socket.create_connection(("127.0.0.1", job.hub.port), timeout=20)
+    )  # which the first makes room for
+    strangers[0].sendall(b"{}\n")
+    monkeypatch.undo()
+    go.set()
+    assert b"nonce" in strangers[-1].makefile("rb").readline()
+    for stranger in strangers:
+        stranger.close()
+    check_alive(job)
+
+
+def test_a_rank_that_comes_among_strangers_is_not_the_first_to_go():
+    hub = Hub(address="127.0.0.1", size=2, token=TOKEN, silence_seconds=20, meeting_seconds=60)
+    knocking = [socket.create_connection(("127.0.0.1", hub.port), timeout=20) for _ in range(70)]
+    greeted = [each.makefile("rb") for each in knocking]
+    nonces = [json.loads(each.readline() or b'{"nonce": null}')["nonce"] for each in greeted]
+    knocking[-2].sendall(json.dumps({"rank": 1, "proof": proof(TOKEN, nonces[-2], 1)}).encode() + b"\n")
+    assert b"welcome" in greeted[-2].readline()
+    for each in (*greeted, *knocking):
+        each.close()
+    hub.close()
+
+
+def test_a_hub_and_its_ranks_hear_each_other_without_news(job):
+    ends = [*job.hub._ranks.values(), *(rank._connection for rank in job.ranks)]
+    before, deadline = [end.heard for end in ends], time.monotonic() + 20
+    while any(end.heard == was for end, was in zip(ends, before, strict=True)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_hub_that_leaves_says_so_and_one_that_falls_silent_is_named(job):
+    job.ranks[1]._silence_seconds = -1.0
+    assert "rank 0 has stopped: no sign of life" in str(job.ranks[1].wait_for_failure(20))
+    job.hub.close()
+    assert job.ranks[0].wait_for_failure(0.5) is None
+
+
+def test_the_hubs_own_rank_is_told_last(job, monkeypatch):
+    """Once it knows, its process may end, and the hub with it."""
+    told, send = [], Connection.send
+
+    def noted(self, **message):
+        told.append((self.rank, message.get("type")))
+        send(self, **message)
+
+    monkeypatch.setattr(Connection, "send", noted)
+    job.ranks[1].report("failed: on purpose")
+    assert job.ranks[0].wait_for_failure(20) is not None
+    assert [rank for rank, kind in told if kind == "failure"] == [1, 0]
+
+
 def test_a_rank_that_is_here_cannot_come_again(job):
     stranger, nonce = job.knock()
     with stranger:
@@ -186,10 +285,27 @@ def test_a_rank_that_never_comes_is_named_with_its_place():
         place=lambda rank: f" (on host-{rank})",
     )  # fmt: skip
     only = Liveness(hub_address=("127.0.0.1", hub.port), rank=0, token=TOKEN, silence_seconds=20)
+    with pytest.raises(RunFailed, match=r"rank 0 did not say within 0\.01 s who has come"):
+        only.wait_for_all(0.01)
+    with pytest.raises(RunFailed, match=r"rank 1 \(on host-1\) has not come"):
+        only.wait_for_all(3600)
     said = str(only.wait_for_failure(20))
     assert said == "rank 1 (on host-1) has not come: it did not join within 0.2 s of rank 0; nor did rank 2"
     only.close()
     hub.close()
+
+
+def test_a_failure_reaches_who_connects_and_who_asks_late(job):
+    """What connects may wait for who is gone without end."""
+    with pytest.raises(ZeroDivisionError):
+        job.ranks[0].unless_failed(lambda: 1 / 0)
+    assert job.ranks[0].unless_failed(lambda: 7) == 7
+    job.ranks[1].report("failed: on purpose")
+    with pytest.raises(RunFailed, match="rank 0 ends because rank 1 failed: on purpose"):
+        job.ranks[0].unless_failed(threading.Event().wait)
+    heard = queue.SimpleQueue()
+    job.ranks[0].when_failed(heard.put)
+    assert str(heard.get(timeout=20)) == "rank 1 failed: on purpose"
 
 
 def test_who_comes_late_hears_what_has_failed_and_the_first_failure_counts():

@@ -15,8 +15,9 @@ from hethub.planner.problem.problem import Batch
 from hethub.planner.result import RunnerUp
 from hethub.predictor import predict
 from hethub.predictor.pipeline.timeline import Span
+from hethub.report.diff import Side, diff, print_diff, side_of_layout
 from hethub.report.drawing import losses
-from hethub.report.explanation import print_alone, print_explanation
+from hethub.report.explanation import print_alone, print_explanation, shape
 from hethub.report.html import Measured, last_step, report_run, spans_of, write_page
 from hethub.report.tables import TOO_LITTLE, whether_it_fits
 from hethub.report.trace import chrome_trace
@@ -63,8 +64,16 @@ def spans(seconds: float) -> list[Span]:
 
 
 def test_a_trace_read_back_holds_the_same_spans() -> None:
-    read = spans_of(chrome_trace(spans(1.0), ["a", "b"], "measured"))
-    assert [span[:3] for span in read] == [span[:3] for span in spans(1.0)]
+    """Whatever a rank's clock says when it begins; Perfetto reads microseconds."""
+    own = spans(1.0)
+    later = [Span(*span[:3], span.start_seconds + 50, span.stop_seconds + 50) for span in own]
+    trace = chrome_trace(later, ["a", "b"], "measured")
+    read = spans_of(trace)
+    assert [span[:3] for span in read] == [span[:3] for span in own]
+    for was, now in zip(own, read, strict=True):
+        assert now[3:] == pytest.approx(was[3:], abs=1e-9)
+    drawn = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert drawn[0]["dur"] == pytest.approx(1e6 * (own[0].stop_seconds - own[0].start_seconds), rel=1e-3)
 
 
 def test_only_the_last_step_of_a_trace_is_drawn() -> None:
@@ -87,6 +96,15 @@ def test_the_page_stands_alone_and_shows_both_sides(tmp_path: Path) -> None:
     assert tags.titles[0] == "run <one>"
     forward = [title for title in tags.titles if title.startswith("forward s0 [0, 2)")]
     assert {title.rsplit("(")[-1] for title in forward} == {"predicted)", "measured)"}
+    table = (tmp_path / "page.html").read_text().split("<h3>Largest differences</h3>")[1].split("</table>")[0]
+    rows = [
+        [float(cell) for cell in row]
+        for row in re.findall(r"<td>([\d.]+)</td><td>([\d.]+)</td><td>([+-][\d.]+)</td>", table)
+    ]
+    assert len(rows) == 10
+    assert [row[2] for row in rows] == pytest.approx([row[1] - row[0] for row in rows], abs=0.02)
+    assert rows[0][2] > 0  # twice as long
+    assert [row[2] for row in rows] == sorted([row[2] for row in rows], reverse=True)
 
 
 def test_a_page_has_the_measured_rates_beside_the_predicted_ones(tmp_path: Path) -> None:
@@ -121,13 +139,14 @@ def test_the_held_out_loss_is_drawn_beside_the_loss(tmp_path: Path) -> None:
 def test_the_curve_of_a_long_run_is_small_and_keeps_its_spike() -> None:
     """Every step was a point: three megabytes for 200,000 of them."""
     rows = [{"step": step, "loss": 9.0 if step == 70_001 else 1.0 + step % 2} for step in range(1, 100_001)]
+    rows[30_000]["loss"] = 0.5
     drawn = losses(rows)
     assert len(drawn) < 50_000
     path = re.search(r'points="([^"]*)"', drawn)
     assert path is not None
     heights = [float(place.split(",")[1]) for place in path[1].split()]
     assert heights.count(min(heights)) == 1
-    assert min(heights) == 8.0  # the top
+    assert (min(heights), max(heights)) == (8.0, 152.0)  # the top and the bottom
     assert "9</text>" in drawn
 
 
@@ -152,6 +171,46 @@ def test_only_steps_of_the_plan_that_is_drawn_are_held_against_its_prediction(tm
     page = (tmp_path / "page.html").read_text()
     assert "median of 3 steps, without the first 2 and the 7 before them under another plan" in page
     assert "<td>0.5 s</td>" in page
+
+
+def test_a_comparison_says_how_much_faster_and_by_which_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a rate: four fifths of the time are 25 % faster; less than a twentieth of a percent is nothing."""
+    one = Side({"digits": (0.12341, "0.1234")}, 1.0, {"compute": 0.9, "bubble": 0.1}, 2**30, True, 1000.0, ())
+    two = Side({"digits": (0.12342, "0.1234")}, 0.8, {"compute": 0.75, "bubble": 0.05}, 2**31, False, 1250.0, ())
+
+    def said(*sides: Side) -> str:
+        print_diff(diff(*sides))
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "the second is 25.0 % faster" in said(one, two)
+    assert "the second is 25.0 % slower" in said(two, one)
+    assert "compute -0.15 s, bubble -0.05 s" in said(one, two)
+    assert "0.12341" in said(one, two)
+    assert "0.12342" in said(one, two)
+    assert "the second does not fit" in said(one, two)
+    assert "the fullest rank needs 1.00 and 2.00 GiB" in said(one, two)
+    assert "the second is 0.1 % faster" in said(one, one._replace(tokens_per_second=1001.0))
+    assert "both are as fast" in said(one, one._replace(tokens_per_second=1000.4))
+
+
+def test_the_fullest_rank_of_a_plan_is_compared() -> None:
+    sizes = [entry.bytes for entry in predict(LAYOUT).memory]
+    assert min(sizes) < side_of_layout(LAYOUT, None, 0.06).memory_bytes == max(sizes)
+
+
+def test_a_plan_in_a_line_counts_equal_stages_and_leaves_out_the_rest() -> None:
+    def of(rank: int, layers: int, recompute: str) -> dict[str, Any]:
+        replicas = [
+            {"ranks": [rank], "micro_batch": 1, "samples": 4},
+            {"ranks": [rank + 1], "micro_batch": 2, "samples": 4},
+        ]
+        return {"layers": [[layers, layers + 1]], "recompute": recompute, "replicas": replicas}
+
+    kinds = ["none", "none", "full", "none", "full", "none", "full"]
+    stages = [of(2 * index, index, recompute) for index, recompute in enumerate(kinds)]
+    said = shape(LAYOUT.plan.replace(stages=stages))
+    both = "1 layer on 1 x TP 1 of micro-batch 1 and 1 x TP 1 of micro-batch 2, ZeRO 0, recompute"
+    assert said == f"2 x ({both} none) | {both} full | {both} none | {both} full | 2 more"
 
 
 def test_a_shorter_step_that_is_shown_alike_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,12 @@
 """Seconds of a layer, the embedding, the head and the optimizer on one accelerator: a roofline per operator."""
 
 from dataclasses import replace
+from math import gcd
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from hethub.predictor.cost.constants import Constants, Efficiency, attention_peak_flops, is_cpu, packaged, peak_flops
 from hethub.predictor.cost.operators import (
+    ALIGNED,
     Shape,
     Work,
     attention_work,
@@ -244,8 +246,9 @@ class LayerCost:
     def best_layer_samples_per_second(self, max_samples: int) -> float:
         """The rank's best rate of layer-samples, without any communication: what the ceiling is made of.
 
-        The largest share and micro-batch waste least on ramps and narrow products, and recompute only adds, so the
-        best is the whole layer at the largest micro-batch; smaller powers of two are looked at for profiles' sake.
+        The largest share and micro-batch waste least on ramps and narrow products, and recompute only adds. But products take
+        longer where tokens do not fill whole lines of memory, so the largest micro-batch whose tokens do is looked at too.
         """
-        sizes = {max_samples} | {1 << i for i in range(max_samples.bit_length())}
+        filling = ALIGNED // gcd(ALIGNED, self.seq_len)
+        sizes = {max_samples, max_samples - max_samples % filling or max_samples}
         return max(size / self.layer(size).total for size in sizes)

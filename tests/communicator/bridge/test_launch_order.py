@@ -31,6 +31,18 @@ def test_a_result_is_waited_for_until_its_turn_has_come() -> None:
     assert results == [7, 8]
 
 
+def test_who_waits_for_its_turn_goes_on_when_the_one_before_is_left() -> None:
+    dispatcher = Dispatcher(choose_device(0, 1, kind="cpu"))
+    before, turn = dispatcher.take_turn(), dispatcher.take_turn()
+    waiting = threading.Thread(target=turn.__enter__, daemon=True)
+    waiting.start()
+    waiting.join(A_WHILE)
+    assert waiting.is_alive()
+    before.leave()
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
 def test_each_chunk_is_there_as_soon_as_it_is_launched() -> None:
     dispatcher, may_go_on, results = Dispatcher(choose_device(0, 1, kind="cpu")), threading.Event(), []
 

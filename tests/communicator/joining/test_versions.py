@@ -1,11 +1,12 @@
 """Ranks whose software does not fit are refused by name before anything is built."""
 
 import dataclasses
+import re
 
 import pytest
 import torch.distributed as dist
 
-from hethub.communicator.joining.versions import comparable
+from hethub.communicator.joining.versions import Software, check_same, comparable
 from hethub.communicator.setup import RankFacts, check_facts
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
@@ -62,3 +63,25 @@ def test_two_ranks_on_one_device_are_refused_by_name():
     with pytest.raises(BadInput, match=r"rank 0 \(nv1\) and rank 2 \(nv1\) drive the same device \(GPU-a\)"):
         check_facts(ranks)
     check_facts(ranks[:2])
+
+
+@pytest.mark.parametrize(
+    ("what", "mine", "theirs", "may_differ"),
+    [
+        ("hethub", "0.1.0", "0.1.1", False),
+        ("python", "3.11.2", "3.11.9", True),
+        ("python", "3.11.2", "3.12.2", False),
+        ("torch", "2.11.0+cu130", "2.11.0+rocm7.0", True),
+        ("torch", "2.11.0", "2.12.0", False),
+    ],
+)
+def test_hethub_must_agree_in_full_and_python_and_torch_in_their_minor_version(what, mine, theirs, may_differ):
+    usual = {"hethub": "0.1.0", "python": "3.11.2", "torch": "2.11.0", "byte_order": "little"}
+    ranks = [(f"rank {rank}", Software(**{**usual, what: own})) for rank, own in enumerate((mine, theirs))]
+    if may_differ:
+        assert check_same(ranks) == []
+    else:
+        with pytest.raises(
+            BadInput, match=f"{what} differs: rank 0 has {re.escape(mine)}, rank 1 has {re.escape(theirs)}"
+        ):
+            check_same(ranks)

@@ -58,6 +58,38 @@ def test_a_message_of_another_size_is_an_error(relays, sizes):
         relays[1].receive(torch.empty(expected), 0, tag=0).wait()
 
 
+def test_who_reads_for_another_tells_it(relays):
+    """One thread waits for the socket; the message that comes is another's, who waits for no more than that."""
+    first, second = (
+        threading.Thread(target=relays[1].receive(torch.empty(2), 0, tag=tag).wait, daemon=True) for tag in (0, 1)
+    )
+    first.start()
+    time.sleep(0.1)  # the first one reads by now, and then the second one waits for it
+    second.start()
+    time.sleep(0.1)
+    relays[0].send(message(1, 2), 1, tag=1)
+    second.join(20)
+    assert not second.is_alive()
+    assert first.is_alive()
+    relays[0].send(message(1, 2), 1, tag=0)
+    first.join(20)
+    assert not first.is_alive()
+
+
+def test_a_block_is_no_larger_than_its_message_and_keeps_no_descriptor(relays):
+    """A process may have a thousand of them."""
+    before = len(os.listdir("/proc/self/fd"))
+    lent = relays[0].outgoing(2**18, torch.float32, 1)
+    assert lent.tensor.untyped_storage().nbytes() == 2**20
+    lent.tensor.fill_(3.0)
+    lent.send(0)
+    lent.release()
+    received = torch.empty(2**18)
+    relays[1].receive(received, 0, tag=0).wait()
+    assert torch.equal(received, message(3, 2**18))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_peer_that_never_reads_is_an_error(relays, monkeypatch):
     monkeypatch.setattr(shm, "_MAX_QUEUED", 10)
 

@@ -107,7 +107,7 @@ def test_ranks_that_own_more_than_their_islands_others_exchange_more(
     sizes: tuple[int, ...], operation: Operation
 ) -> None:
     """Every rank of an island was taken to exchange as much: of a machine that owns 7.5 times as much as the other 0.57."""
-    elements = [600] * 7 + [1800] + [100] * 8 + [300] * sum(sizes[1:])
+    elements = [600] * 6 + [1800, 600] + [100] * 8 + [300] * sum(sizes[1:])
     ranges, found = from_sizes(elements), network(sizes)
     group = found.group(range(len(elements)), dict(enumerate(elements)))
     routed = exchanged(islands_of(sizes), ranges, operation)

@@ -182,10 +182,11 @@ def test_who_shares_does_not_depend_on_a_profile(measured: bool) -> None:
 @pytest.mark.parametrize(("level", "ranks"), [("in_node", range(4)), ("between_nodes", range(0, 32, 8))])
 def test_a_measured_sum_takes_what_it_was_measured_to(level: str, ranks: range) -> None:
     """The profiler times an all-reduce of few bytes, its latency, and one of many, which carries 2 (n - 1) / n of them."""
-    own = LinkTiming(level=level, operation="all_reduce", latency_seconds=1e-3, gbytes_per_second=2.0)  # type: ignore[arg-type]
-    found = network({**TWO_MAKERS[0], "count": 4, "gbps_per_nic": 1}, profile=profile([own]))
-    seconds = 1e-3 + 2 * 3 / 4 * 1e9 / 2e9
-    assert found.all_reduce(found.group(ranks), 1e9) == pytest.approx(seconds)
+    for rate in (2.0, 2000.0):  # slower and faster than what a data sheet has
+        own = LinkTiming(level=level, operation="all_reduce", latency_seconds=1e-3, gbytes_per_second=rate)  # type: ignore[arg-type]
+        found = network({**TWO_MAKERS[0], "count": 4, "gbps_per_nic": 1}, profile=profile([own]))
+        seconds = 1e-3 + 2 * 3 / 4 * 1e9 / (rate * 1e9)
+        assert found.all_reduce(found.group(ranks), 1e9) == pytest.approx(seconds)
 
 
 def profile(links: list[LinkTiming]) -> ProfileSpec:
@@ -341,6 +342,7 @@ def test_a_ring_takes_a_step_less_than_it_has_ranks(ranks: int) -> None:
     """docs/links.md: of `between_nodes.latency_seconds` each; an all-reduce is two rings."""
     found = network({**TWO_MAKERS[0], "count": 8, "accelerators": 1}, between_nodes={"latency_seconds": 0.5})
     assert found.all_reduce(found.group(range(ranks)), 1.0) == pytest.approx(2 * (ranks - 1) * 0.5, rel=1e-3)
+    assert found.all_reduce(found.group(range(ranks)), 0.0) == 0.0
 
 
 @pytest.mark.parametrize(

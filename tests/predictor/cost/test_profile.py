@@ -58,6 +58,13 @@ def test_between_points_a_ratio_is_interpolated_in_logarithms() -> None:
     assert [between.at(samples, 1, 1) for samples in (0.5, 1, 2, 4, 16, 32)] == pytest.approx([1, 1, 2, 4, 16, 16])
 
 
+def test_where_not_all_around_was_measured_the_nearest_point_counts() -> None:
+    """Long sequences of one sample, short ones of four: nothing is known of four long ones."""
+    points = {(0.0, 0.0, 0.0): 1.0, (log(4), 0.0, 0.0): 2.0, (0.0, log(4), 0.0): 5.0}
+    assert Corrections(points).at(3.5, 2, 1) == 2.0
+    assert Corrections(points).at(2, 3.5, 1) == 5.0
+
+
 def slow_but(size: int, tp: int) -> ProfiledLayerCost:
     """Every layer of 1 to 4 samples took three times as long as estimated, but for one size in shards of one degree."""
     cost, layers = LayerCost(TINY, CORE, 128, "fp32"), []
@@ -75,6 +82,16 @@ def test_the_ceiling_looks_at_every_size_and_share_for_what_was_measured(size: i
     assert measured.layer(size, tp).total == pytest.approx(plain.total)
     assert measured.layer(2, tp).total == pytest.approx(3 * LayerCost(TINY, CORE, 128, "fp32").layer(2, tp).total)
     assert measured.best_layer_samples_per_second(4) == pytest.approx(size / tp / plain.total)
+
+
+@pytest.mark.parametrize("seq_len", [1, 20, 32, 100, 1000, 2048, 4095])
+@pytest.mark.parametrize("accelerator", ["A100-SXM4-80GB", "MI250X-GCD"])
+def test_no_microbatch_is_faster_than_the_ceiling(accelerator: str, seq_len: int) -> None:
+    """Of 13 sequences of 32 tokens no more than 12 fill whole lines of memory: they were 7 % faster than the ceiling."""
+    cost = LayerCost(LLAMA_8B, find_accelerator(accelerator), seq_len, "bf16")
+    for most in (7, 13, 33, 65):
+        fastest = max(size / cost.layer(size).total for size in range(1, most + 1))
+        assert cost.best_layer_samples_per_second(most) == pytest.approx(fastest)
 
 
 def test_an_estimate_in_a_profiles_form_reaches_the_largest_microbatch() -> None:
@@ -117,6 +134,8 @@ def test_a_device_that_is_slower_steps_slower_by_its_own_factor() -> None:
         )
         assert again.layer(2).total == pytest.approx(2 * first.layer(2).total)
         assert again.optimizer(1e6) == pytest.approx(5 * first.optimizer(1e6))
+        twice = own.slower(2.0, optimizer=5.0).slower(3.0)
+        assert twice.optimizer_factor == pytest.approx(3 * 5)
 
 
 def test_prediction_takes_the_profile() -> None:
@@ -174,16 +193,29 @@ def test_round_trip_and_faults(tmp_path: Path) -> None:
 def test_merging_keeps_the_slower_of_equal_points() -> None:
     both = merge([profile(2.0), profile(3.0)])
     assert both.devices[0].layers[0].forward_seconds == profile(3.0).devices[0].layers[0].forward_seconds
+    slow = profile(2.0).devices[0].layers[0]
+    slow = slow.replace(forward_seconds=slow.forward_seconds / 2, backward_seconds=2 * slow.backward_seconds)
+    devices = [profile().devices[0].replace(layers=(slow,)).to_dict()]
+    assert (
+        slow in merge([profile(2.0), profile(devices=devices)]).devices[0].layers
+    )  # forward and backward together count
     with pytest.raises(BadInput, match="cannot be merged"):
         merge([profile(), profile(hethub="0")])
+    with pytest.raises(BadInput, match="measured layers of model 'tiny' with hidden 64"):
+        merge([profile(), profile(model=LLAMA_8B.to_dict())])
 
 
 def test_merging_is_the_same_in_any_order() -> None:
     """Of heads, embeddings and optimizers the first profile's counted, though another's were slower."""
-    one = estimated_device(TINY, CORE, 128, "fp32", 4).replace(optimizer_seconds_per_parameter=1e-9)
+    one = estimated_device(TINY, CORE, 128, "fp32", 4).replace(
+        optimizer_seconds_per_parameter=1e-9, largest_micro_batch=8
+    )
     pair = [
         profile(devices=(device.to_dict(),))
-        for device in (one, one.slower(2.0).replace(optimizer_seconds_per_parameter=2e-9))
+        for device in (
+            one,
+            one.slower(2.0).replace(optimizer_seconds_per_parameter=2e-9, largest_micro_batch=4),
+        )
     ]
     assert merge(pair) == merge(pair[::-1]) == pair[1]
 

@@ -36,6 +36,14 @@ def test_where_ranks_are_joined_all_of_a_group_must_be() -> None:
     assert not found.joined([1, 2])
 
 
+def test_a_bridge_joins_places_of_a_node_whatever_their_ranks() -> None:
+    """Behind a node of one accelerator the first two of the next are ranks 1 and 2; each pair has a way of its own."""
+    found = network({**A100, "accelerators": 1}, IN_PAIRS)
+    assert found.joined([1, 2])
+    assert not found.joined([2, 3])
+    assert found.link(1, 2).seconds_per_byte < found.link(2, 3).seconds_per_byte
+
+
 def test_a_given_link_joins_all_of_its_node() -> None:
     """What a cluster file says of the links inside nodes stands for the data sheet's bridges of two."""
     assert network(IN_PAIRS, in_node={"gbytes_per_second": 100}).joined([0, 7])
@@ -55,6 +63,15 @@ def test_a_message_alone_is_as_slow_as_the_slowest_on_its_way() -> None:
     alone = found.path(0, 8).alone
     assert alone.seconds_per_byte == pytest.approx(8 / (10e9 * FIT["between_nodes_fraction"]))
     assert alone.latency_seconds == pytest.approx(0.25 + FIT["in_node_latency_seconds"])
+
+
+def test_a_message_between_islands_leaves_one_end_and_enters_the_other() -> None:
+    links = {"staging": {"per_host_gbytes_per_second": 24}, "between_islands": {"gbps_per_node": 100}}
+    resources = network(A100, MI250X, **links).path(0, 8).resources
+    ends = {"staging": (0, 8), "host": (0, 1), "bridge": (0, 1)}
+    assert set(resources) == {
+        Resource(kind, end, way) for kind, own in ends.items() for end, way in zip(own, (OUT, IN), strict=True)
+    }
 
 
 def test_each_way_between_regions_has_its_own_rate() -> None:
@@ -78,11 +95,12 @@ def test_no_resource_of_the_bridge_is_slower_than_a_message_over_it_was() -> Non
 
 
 def test_a_sum_between_islands_takes_what_one_was_measured_to() -> None:
-    """Half of 1e-3 s, and of two ranks half of the bytes at 0.5 GB/s, whatever was promised; what was measured between nodes of one
-    island says nothing of it."""
+    """Half of 1e-3 s, and of two ranks half of the bytes at 0.5 GB/s, or at 2, whatever was promised; what was measured between
+    nodes of one island says nothing of it."""
     links = {"staging": {"gbytes_per_second": 1}}
-    found = network(A100, MI250X, profile=measured("between_islands", "all_reduce", 0.5), **links)
-    assert found.reduce_scatter(found.group([0, 8]), 1e9) == pytest.approx(0.5e-3 + 0.5 * 1e9 / 0.5e9)
+    for rate in (0.5, 2.0):
+        found = network(A100, MI250X, profile=measured("between_islands", "all_reduce", rate), **links)
+        assert found.reduce_scatter(found.group([0, 8]), 1e9) == pytest.approx(0.5e-3 + 0.5 * 1e9 / (rate * 1e9))
     other = network(A100, MI250X, profile=measured("between_nodes", "all_reduce", 1e-3), **links)
     assert other.reduce_scatter(other.group([0, 8]), 1e9) == network(A100, MI250X, **links).reduce_scatter(
         other.group([0, 8]), 1e9
