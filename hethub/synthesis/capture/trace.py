@@ -131,7 +131,8 @@ class _Tracing:
         except Exception as error:
             if self._is_symbol and not depends_on_values(error):  # some operators of torch take numbers, no symbols
                 return _Tracing(self._module, self._inputs, is_symbol=False).graph()
-            raise BadInput(f"{type(self._module).__name__} cannot be traced: {reason(error)}") from error
+            inputs = ", ".join(f"{value.dtype} of {list(value.shape)}" for value in self._inputs)
+            raise BadInput(f"{type(self._module).__name__} cannot be traced with {inputs}: {reason(error)}") from error
         return self._build(joint, list(self._updates))
 
     def _traced(self, step: Any) -> fx.GraphModule:
