@@ -91,6 +91,13 @@ class HostCopies:
             return 2 * self.seconds_per_byte(place)
         return self._seconds_per_byte(place, 2)
 
+    def beside(self, place: Place, seconds: float, num_bytes: float, batch_bytes: float) -> float:
+        """Seconds of work on what comes to an accelerator batch by batch while the one before is stored: the first is waited
+        for."""
+        first = min(num_bytes, batch_bytes)
+        rest = (num_bytes - first) * self.passing_seconds_per_byte(place)
+        return first * self.seconds_per_byte(place) + max(seconds, rest)
+
     @cached_property
     def ranks(self) -> Counter[int]:
         """By machine, how many of its ranks copy something in a step."""

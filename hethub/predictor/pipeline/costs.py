@@ -20,6 +20,7 @@ from hethub.predictor.pipeline.traffic.link_loads import LinkLoads, Paces
 from hethub.predictor.pipeline.traffic.routes import Flow, Pair, Routes
 from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.state import brought_elements
 from hethub.spec.plan import ReplicaSpec
 from hethub.spec.schedule.microbatches import sizes_of
 
@@ -263,12 +264,11 @@ class PlanCosts:
         return found
 
     def _update_seconds(self, stage: int, spec: ReplicaSpec, rank: int, portion: Portion | None) -> float:
-        """The same of one rank; offloaded state comes bucket by bucket while the one before is stored, beside the step."""
+        """The same of one rank, beside which offloaded state comes and goes."""
         own, place = self.state.owned(stage, spec, rank, portion), self.layout.cluster.places[rank]
         moved = optimizer_bytes(self.width) * ("optimizer" in self.layout.stages[stage].offload)
-        return max(
-            self.layer_cost(rank).optimizer(own), own * moved * self.state.host_copies.passing_seconds_per_byte(place)
-        )
+        seconds = self.layer_cost(rank).optimizer(own)
+        return self.state.host_copies.beside(place, seconds, moved * own, moved * brought_elements())
 
     def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
         """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next, or back, the slower of both:

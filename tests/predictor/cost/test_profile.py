@@ -201,7 +201,7 @@ def test_merging_keeps_the_slower_of_equal_points() -> None:
     )  # forward and backward together count
     with pytest.raises(BadInput, match="cannot be merged"):
         merge([profile(), profile(hethub="0")])
-    with pytest.raises(BadInput, match="measured layers of model 'tiny' with hidden 64"):
+    with pytest.raises(BadInput, match="measured layers of model 'llama-8b' with hidden 4096"):
         merge([profile(), profile(model=LLAMA_8B.to_dict())])
 
 
