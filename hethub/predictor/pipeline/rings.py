@@ -117,14 +117,12 @@ class Rings:
     def _sharing(self, stage: int, piece: int) -> float:
         """How many such rings share a machine's interfaces at once, if all its accelerators are in one."""
         group = self.group(stage, piece)
-        if self.layout.stages[stage].cut_alike:
-            return self.network.sharing(group)
         return max(1.0, min(self._at_once(stage)[machine] / count for machine, count in group.machines))
 
     @memoized
     def _at_once(self, stage: int) -> dict[int, float]:
-        """By machine, how many of its accelerators send at once where replicas are cut unlike: rings that meet the same rank
-        take turns, and while the fullest does, those of others wait."""
+        """By machine, what its accelerators send as multiples of what the stage's fullest rank does: rings share an interface,
+        or meet the same rank and take turns, each with its own bytes."""
         parts, places = dict[int, list[float]](), self.layout.cluster.places
         for replica in self.layout.stages[stage].replicas:
             for rank, part in zip(replica.ranks, self.rank_fractions(replica), strict=True):

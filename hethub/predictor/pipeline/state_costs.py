@@ -196,19 +196,21 @@ class StateCosts:
         num_bytes = parameters * self.gradient_wire_bytes
         tail = min(1.0, BUCKET_BYTES / num_bytes) if self.software.overlapped_reduction else 1.0
         norms = 0.0 if portion and self.layout.plan.schedule == "layered" else self.norms_seconds(stage, ends)
-        if stage_spec.zero == 0:
-            return self._beside_backward(
-                stage, ends, 2.0 * self.rings.seconds(stage, num_bytes), tail, 2.0 * norms, 0.0
-            )
-        if stage_spec.zero == 1:
-            gather = self.rings.seconds(stage, parameters * self.width)
-        else:
+        summed, gather = self.rings.seconds(stage, num_bytes), self.rings.seconds(stage, parameters * self.width)
+        if stage_spec.zero >= 2 or "parameters" in stage_spec.offload:
             gather = sum(self._by_layer(stage, ends, self.width))
+        if stage_spec.zero < 2 and "parameters" in stage_spec.offload:
+            summed, (last, *_) = sum(self.reduce_seconds(stage, ends)), self.reduce_seconds(stage, ends)
+            tail = min(tail, last / summed)
+        if stage_spec.zero == 0:
+            return self._beside_backward(stage, ends, 2.0 * summed, tail, 2.0 * norms, 0.0)
         if stage_spec.zero < 3 and self.software.overlapped_gather and "parameters" not in stage_spec.offload:
-            shown = max(gather * tail, excess(gather, self._passes(stage, ends)[0], ends.layers))
+            by_layer = stage_spec.zero == 2 and self.software.gathers_ahead
+            first = self._by_layer(stage, ends, self.width)[0] if by_layer else gather * tail
+            shown = max(first, excess(gather, self._passes(stage, ends)[0], ends.layers))
             gather = shown + self.overlap_cost(stage) * (gather - shown)
         if stage_spec.zero == 1:
-            return self._beside_backward(stage, ends, self.rings.seconds(stage, num_bytes), tail, norms, gather + norms)
+            return self._beside_backward(stage, ends, summed, tail, norms, gather + norms)
         if stage_spec.zero == 3:
             gather = self._first_weights(stage, ends) if self.in_rounds(stage) else 0.0
         last = self.reduce_seconds(stage, ends)[0] if self.software.gathers_ahead else 0.0
@@ -266,14 +268,13 @@ class StateCosts:
         offloaded = "parameters" in self.layout.stages[stage].offload and not self.in_passes(stage)
         if not in_rounds and not offloaded:
             return 0.0, 0.0, 0.0
-        layers, kinds = portion.layers, (Kind.FORWARD, Kind.BACKWARD)
-        gathers = [self.gather_seconds(stage, portion, kind) for kind in kinds]
-        reductions = self.reduce_seconds(stage, portion) if in_rounds else [0.0] * layers
+        gathers = [self.gather_seconds(stage, portion, kind) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+        reductions = self.reduce_seconds(stage, portion) if in_rounds else [0.0] * portion.layers
         if not self.software.gathers_ahead:
             gather, reduce = sum(gathers[0]), sum(reductions)
             return (
-                self._shown(stage, gather, excess(gather, passes[0], layers)),
-                self._shown(stage, gather + reduce, excess(gather + reduce, passes[1], layers)),
+                self._shown(stage, gather, excess(gather, passes[0], portion.layers)),
+                self._shown(stage, gather + reduce, excess(gather + reduce, passes[1], portion.layers)),
                 0.0,
             )
         plan = self.layout.plan
@@ -370,9 +371,8 @@ class StateCosts:
 
     def _ends_with_tied(self, stage: int, portion: Portion, kind: Kind | None) -> tuple[bool, bool]:
         """Whether an embedding that both ends of the stage use, a unit of its own, comes with a portion's first layer, and
-        with its last: once in a step (None) with the first, where both have added to it; in a pass with the layer where that
-        ends, and stays for the next pass. It never left where no layer lies between its ends; it has left before forwards
-        behind weight gradients put off, and before passes that all microbatches make in turn."""
+        with its last: once in a step (None) with the first; in a pass with the layer where that ends, to stay for the next,
+        if layers lie between. It has left before forwards behind weight gradients put off, and passes made in turn."""
         parted = self.whole[stage].layers > 2
         if kind is not Kind.FORWARD:
             return portion.first and (parted or kind is None), False

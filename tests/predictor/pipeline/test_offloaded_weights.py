@@ -56,4 +56,22 @@ def test_new_weights_of_others_are_fetched_and_stored() -> None:
     there = PlanCosts(Layout(plan, model, on), shown, packaged()).state
     away = PlanCosts(Layout(offloaded, model, on), HETHUB, packaged()).state
     copied = 2 * 2 * model.parameters * there.host_copies.seconds_per_byte(on.places[0])
-    assert away.reduction(0).gather_seconds - there.reduction(0).gather_seconds == pytest.approx(copied)
+    alone = there.rings.seconds(0, 2 * model.layer_parameters)
+    latencies = 3 * (2 * alone - there.rings.seconds(0, 4 * model.layer_parameters))  # they come layer by layer
+    assert 0 < latencies < 0.01 * copied
+    expected = pytest.approx(copied + latencies, rel=1e-4)
+    assert away.reduction(0).gather_seconds - there.reduction(0).gather_seconds == expected
+
+
+@pytest.mark.parametrize(("zero", "times"), [(0, 2), (1, 1)])
+def test_gradients_of_offloaded_weights_are_summed_layer_by_layer(zero: int, times: int) -> None:
+    """As a run's buckets are where units come and go (hethub/spec/layout/state.py): of few parameters all were priced as one
+    bucket behind the backward."""
+    on = cluster(("A100-SXM4-80GB", 2, 1), gbps=1).replace(emulated=True)  # nothing is slowed
+    plan = uniform(TINY, on, tp=1, pp=1, micro_batch=1, batch=8, seq=64, precision="fp32", zero=zero).plan
+    offloaded = plan.replace(stages=tuple(stage.replace(offload=("parameters",)) for stage in plan.stages))
+    state = PlanCosts(Layout(offloaded, TINY, on), HETHUB, packaged()).state
+    (whole,), found = state.whole, state.reduction(0)
+    norms, layers = state.norms_seconds(0, whole), state.reduce_seconds(0, whole)
+    assert found.seconds == pytest.approx(times * (sum(layers) + norms))
+    assert found.tail_seconds == pytest.approx(times * (layers[0] + norms))

@@ -148,3 +148,17 @@ def test_a_boundary_tells_the_replica_above_gradients(wide: int) -> None:
     type_of = {machine: index for index, each in enumerate(problem.device_types) for machine in each.machines}
     candidate = Candidate(tuple(CandidateStage(16, (ReplicaGroup(type_of[own], len(own), 1, 1),)) for own in ranks))
     assert P2pCosts(problem, UnitCosts(problem)).of(candidate) == [pytest.approx(costs.boundary(0, 0, 0, 1))]
+
+
+def test_rings_of_uneven_parts_share_their_cards_by_bytes() -> None:
+    """Of three quarters and one quarter of a replica; both were priced as if the larger went twice: rehearsed steps were up to
+    16 % shorter."""
+    on, whole = cluster(("A100-SXM4-80GB", 2, 2), gbps=0.01), 1e9
+    layout = uniform(LLAMA_8B, on, tp=2, pp=1, micro_batch=1, batch=2, seq=2048)
+    (own,) = layout.plan.stages
+    seconds = []
+    for shares, fullest in ((None, 0.5), ((3.0, 1.0), 0.75)):
+        cut = own.replace(replicas=tuple(replica.replace(tensor_shares=shares) for replica in own.replicas))
+        costs = PlanCosts(Layout(layout.plan.replace(stages=(cut,)), LLAMA_8B, on), HETHUB, packaged())
+        seconds.append(costs.state.rings.seconds(0, fullest * whole))
+    assert seconds[1] == pytest.approx(seconds[0], rel=1e-3)
