@@ -10,7 +10,8 @@ over islands stage every layout themselves.
 torch's Gloo compares the shapes of a reduce-scatter's tensors dimension by dimension, also beyond those that the smaller
 has, and cuts an all-to-all's tensor into equal parts without asking whether it can (torch 2.13): an output without
 dimensions ends the process, an input that stacks the parts is refused or read beyond its end, and the rest of an
-all-to-all goes nowhere. So these are checked here, and tensors of unlike dimensions passed flat.
+all-to-all goes nowhere. An all-gather whose output stacks the parts is refused. So these are checked here, and tensors
+of unlike dimensions passed flat.
 
 NCCL and RCCL gather the messages of `batch_isend_irecv` and send them at its end, with one Work for all: results are
 copied back behind that one.
@@ -68,6 +69,10 @@ _SCATTERS = {"_reduce_scatter_base": "reduce_scatter_tensor", "reduce_scatter_si
 _SCATTERS |= dict.fromkeys(
     ["reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"], "reduce_scatter_tensor_coalesced"
 )
+_GATHERS = dict.fromkeys(["_allgather_base", "all_gather_single"], "all_gather_into_tensor")
+_GATHERS |= dict.fromkeys(
+    ["allgather_into_tensor_coalesced", "all_gather_single_coalesced"], "all_gather_into_tensor_coalesced"
+)
 _EXCHANGES = {"alltoall_base", "all_to_all_single"}
 
 TurnOf = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
@@ -124,13 +129,15 @@ def watched(name: str, native: Callable[..., Any], uses: str) -> Callable[..., A
 
 def checked(name: str, native: Callable[..., Any]) -> Callable[..., Any]:
     """The operation, which raises BadInput where Gloo would end with wrong numbers or with the process."""
+    said = _SCATTERS.get(name, _GATHERS.get(name, ""))
 
-    def scatter(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
+    def share(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
         if group in _ours and len(args) > 1:
             pairs = list(zip(_tensors(args[0]), _tensors(args[1]), strict=True))
-            for out, whole in pairs:
-                check_parts(_SCATTERS[name], out, whole, group.size())
-            if any(out.dim() != whole.dim() or out.dim() == 0 for out, whole in pairs):
+            for out, source in pairs:
+                part, whole = (out, source) if name in _SCATTERS else (source, out)
+                check_parts(said, part, whole, group.size())
+            if any(out.dim() != source.dim() or out.dim() == 0 for out, source in pairs):
                 args = (_flat(args[0]), _flat(args[1]), *args[2:])
         return native(group, *args, **named)
 
@@ -140,7 +147,7 @@ def checked(name: str, native: Callable[..., Any]) -> Callable[..., Any]:
                 rows_of("all_to_all_single", tensor, num_rows, group.size())
         return native(group, *args, **named)
 
-    return scatter if name in _SCATTERS else exchange if name in _EXCHANGES else native
+    return share if said else exchange if name in _EXCHANGES else native
 
 
 def _flat(given: Any) -> Any:

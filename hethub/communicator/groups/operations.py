@@ -22,6 +22,7 @@ from hethub.communicator.counters import Leg
 from hethub.communicator.groups import debug
 from hethub.communicator.groups.arguments import check_member, check_memory
 from hethub.communicator.work import HethubWork, Job, Operation, Worker
+from hethub.spec.errors import BadInput
 from hethub.spec.ranges import show_ranks
 
 _ALIKE = {
@@ -101,6 +102,12 @@ class GroupCore(torch_private.GroupBase):
         else:
             self.context.counters.fold(self._label)
             self.context.release(self._name)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        raise BadInput(
+            f"{self._label} gathers all-reduces, all-gathers or reduce-scatters of one kind, and no other operations: call"
+            " _coalescing_manager without a device."
+        )
 
     def _compared(self, name: str, job: Run, tensors: Tensors, chosen: Sequence[str]) -> Run:
         """The job, run once all members have said that they are about to do the same."""

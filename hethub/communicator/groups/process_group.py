@@ -355,8 +355,8 @@ class HethubGroup(GroupCore):
     def barrier(self, opts: Any = None) -> HethubWork:
         return self._submit("barrier", lambda: _completed(self._gloo.barrier()), [], opts)
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        self._gloo.monitored_barrier(timeout, wait_all_ranks)
+    def monitored_barrier(self, *given: Any, **named: Any) -> None:
+        self._gloo.monitored_barrier(*given, **named)
 
     # ---- point to point
 

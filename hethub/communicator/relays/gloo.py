@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hethub.communicator import torch_private
 from hethub.communicator.joining.rendezvous import Rendezvous
-from hethub.communicator.relays.relay import PeerError, Relay, Transfer
+from hethub.communicator.relays.relay import CLOSED, PeerError, Relay, Transfer
 
 _STRIPE_BYTES = 1 << 20
 
@@ -104,7 +104,7 @@ def gloo_reason(error: RuntimeError) -> str:
     if "imed out" in text:
         return "no answer within the timeout"
     if "losed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
-        return "connection closed"
+        return CLOSED
     if "pair closure" in text:
         return "communication was given up on this rank"
     return text.split("] ", 1)[-1].split(". This is", 1)[0]

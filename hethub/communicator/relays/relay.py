@@ -12,6 +12,8 @@ import torch
 
 from hethub.kernels.device import Device
 
+CLOSED = "connection closed: that rank destroyed its process group, or its process ended"
+
 
 class PeerError(Exception):
     """A transfer with `peer` failed; becomes RunFailed where operation and group are known."""

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hethub.communicator.relays.relay import Incoming, Outgoing, PeerError, Relay, Transfer
+from hethub.communicator.relays.relay import CLOSED, Incoming, Outgoing, PeerError, Relay, Transfer
 from hethub.kernels.device import Device
 
 _BELL = struct.Struct("=BQQQ")
@@ -207,7 +207,7 @@ class ShmLink:
                 return
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.ETOOMANYREFS):
-                    raise PeerError(self.peer, "connection closed") from error
+                    raise PeerError(self.peer, CLOSED) from error
         if len(self._outbox) == _MAX_QUEUED:
             raise PeerError(self.peer, f"has left {_MAX_QUEUED} messages unread")
         self._outbox.append((bell + bytes(payload), None if descriptor is None else os.dup(descriptor)))
@@ -273,9 +273,9 @@ class ShmLink:
                 return False
             raise PeerError(self.peer, "no answer within the timeout") from None
         except OSError as error:
-            raise PeerError(self.peer, "connection closed") from error
+            raise PeerError(self.peer, CLOSED) from error
         if not bell:
-            raise PeerError(self.peer, "connection closed")
+            raise PeerError(self.peer, CLOSED)
         kind, tag, number, num_bytes = _BELL.unpack_from(bell)
         with self._news:
             if kind in (_DATA, _INLINE):

@@ -323,3 +323,58 @@ def test_a_program_that_ends_with_an_operations_error_ends_with_1(tmp_path, atte
     for ended, (_, said) in [(rank, rank.communicate(timeout=60)) for rank in ranks]:
         assert "the two ranks' tensors do not fit each other" in said or "is gone" in said
         assert ended.returncode == 1, said
+
+
+def leave_in_the_middle(rank, store, relay):
+    """What a sum says in which one rank takes no part, since it has destroyed its process group."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    dist.barrier()
+    if rank == 0:
+        dist.destroy_process_group()
+        store.wait(["said"])
+        return None
+    with pytest.raises(RunFailed) as failed:
+        dist.all_reduce(torch.ones(200_000))
+    store.set("said", "")
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("relay", ["gloo", "shm"])
+def test_a_rank_that_has_left_is_named_as_such(relay):
+    environment = {"HETHUB_ISLANDS": "0|1", "HETHUB_RELAY": relay}
+    said = values(start_ranks(2, leave_in_the_middle, relay, timeout_seconds=60, environment=environment))[1]
+    assert "with rank 0: connection closed: that rank destroyed its process group, or its process ended" in said
+
+
+def ask_whether_all_have_come(rank, store):
+    """What a monitored barrier says without rank 1, which comes to the ones before it, called with and without a timeout."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    group = dist.group.WORLD
+    group.monitored_barrier()
+    group.monitored_barrier(wait_all_ranks=True)
+    group.monitored_barrier(timedelta(seconds=30), True)
+    if rank == 1:
+        store.wait(["said"])
+        return None
+    with pytest.raises(RuntimeError) as missed:
+        group.monitored_barrier(timeout=timedelta(seconds=1))
+    store.set("said", "")
+    return str(missed.value)
+
+
+@pytest.mark.parametrize("islands", ["0,1", "0|1"])
+def test_a_monitored_barrier_has_the_group_s_timeout_and_names_who_is_missing(islands):
+    outcomes = start_ranks(2, ask_whether_all_have_come, timeout_seconds=60, environment={"HETHUB_ISLANDS": islands})
+    assert "Rank 1 failed to pass monitoredBarrier in 1000 ms" in values(outcomes)[0]
+
+
+def gather_operations_by_device(rank, store):
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    with pytest.raises(BadInput) as refused, dist._coalescing_manager(device=torch.device("cpu")):
+        pass
+    return str(refused.value)
+
+
+def test_a_group_over_islands_says_how_it_gathers_operations():
+    outcomes = start_ranks(2, gather_operations_by_device, environment={"HETHUB_ISLANDS": "0|1"}, timeout_seconds=60)
+    assert all("call _coalescing_manager without a device" in said for said in values(outcomes))

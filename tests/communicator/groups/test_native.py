@@ -228,6 +228,28 @@ def test_a_reduce_scatter_takes_its_parts_joined_or_stacked(islands: list[list[i
         assert wrong == []
 
 
+def stacked_wholes(world: Any) -> list[str]:
+    """The all-gathers whose whole was not the plain one: torch gives the parts joined or stacked, of any dimensions."""
+    wrong, size = [], world.size
+    for shape in ((), (1,), (3,), (1, 4), (2, 3), (0,)):
+        expected = torch.arange(float(size * Size(shape).numel())).view(size, *shape)
+        for name, whole_shape in (("stacked", expected.shape), ("flat", (expected.numel(),))):
+            for lay in (Tensor.clone, lambda values: torch.stack([values, values], -1)[..., 0]):
+                places = [lay(torch.full(whole_shape, -1.0)) for _ in range(3)]
+                dist.all_gather_into_tensor(places[0], lay(expected[world.rank]))
+                with dist._coalescing_manager():
+                    for place in places[1:]:
+                        dist.all_gather_into_tensor(place, lay(expected[world.rank]))
+                wrong += [f"{name} {shape}" for found in places if not torch.equal(found, expected.view(whole_shape))]
+    return wrong
+
+
+@pytest.mark.parametrize("islands", [[[0, 1]], [[0], [1]]])
+def test_an_all_gather_gives_its_parts_joined_or_stacked(islands: list[list[int]]) -> None:
+    for wrong in run_ranks(2, stacked_wholes, islands=islands):
+        assert wrong == []
+
+
 class Library:
     """What NCCL does with messages, on the host: gathered ones have no Work and come at the end."""
 
