@@ -25,9 +25,8 @@ class Assumptions(Spec):
     checkpoint_seconds: Annotated[float, Field(ge=0, le=1e9)] = 30.0  # that writing one holds training up
     restart_seconds: Annotated[float, Field(ge=0, le=1e9)] = 600.0  # from a failure to the next step
     idle_power_fraction: float = Field(default=0.35, ge=0, le=1)  # of rated power, drawn while waiting
-    node_overhead_power_fraction: Annotated[float, Field(ge=0, le=100)] = (
-        0.25  # hosts, network and cooling on top of the accelerators
-    )
+    # hosts, network and cooling on top of the accelerators
+    node_overhead_power_fraction: Annotated[float, Field(ge=0, le=100)] = 0.25
 
     def efficiency(self, num_nodes: int) -> float:
         """The part of the time that trains: checkpoints at Young's interval, lost work and restarts (Young 1974)."""
