@@ -152,19 +152,17 @@ class Problem:
         alike = self._model.rules.first_parameter
         times = Counter(alike.values())
         for name, tensor in graph.parameters.items():
-            if alike[name] == name:
+            first = alike[name]
+            if first == name:
                 cuts = self._model.rules.cuts(tensor) if self._cuts_parameters else []
                 states: list[State] = [WHOLE, *cuts]
-                self._kept[name] = {
+                own = {
                     state: self._variable(self._update(tensor, state), times[name], integral=True) for state in states
                 }
-                self._equal.append((dict.fromkeys(self._kept[name].values(), 1.0), 1.0))
+                self._equal.append((dict.fromkeys(own.values(), 1.0), 1.0))
+                self._kept[name], self._made[tensor] = own, {state: {var: 1.0} for state, var in own.items()}
             else:
-                self._kept[name] = self._kept[alike[name]]
-            if alike[name] == name:
-                self._made[tensor] = {state: {variable: 1.0} for state, variable in self._kept[name].items()}
-            else:
-                self._made[tensor] = self._made[graph.parameters[alike[name]]]
+                self._kept[name], self._made[tensor] = self._kept[first], self._made[graph.parameters[first]]
             gradient = graph.gradients[name]
             if gradient is not None:
                 self._needs[gradient].append(self._made[tensor])
