@@ -81,11 +81,11 @@ def baselines(model: Model) -> dict[str, float]:
 
     parallel = data_parallel(model)
     bare = model._replace(costs=WithoutLatency(model.costs.cluster, model.costs.precision))
-    found = Problem(bare, known_to_hap).search(by_speed(model))
+    hap = Problem(bare, known_to_hap).search(by_speed(model)).execution
     return {
         "DP-EV": parallel.search(even(model)).execution.step_seconds,
         "DP-CP": parallel.search(by_speed(model)).execution.step_seconds,
-        "HAP": Execution(model, found.rules, found.kept, by_speed(model)).step_seconds,
+        "HAP": Execution(model, hap.numbers, hap.kept, hap.shares).step_seconds,
     }
 
 
@@ -94,7 +94,7 @@ def program_of(execution: Execution, *, is_optimal: bool, rounds: int) -> Progra
     model = execution.model
     return Program(
         size=model.costs.size,
-        rules=tuple(model.rules.of[number].index(rule) for number, rule in enumerate(execution.rules)),
+        rules=execution.numbers,
         kept=execution.kept,
         moves=tuple(move for moves in execution.moves.values() for move in moves),
         shares=execution.shares,

@@ -21,10 +21,9 @@ MEMORY_ROUNDS = 6
 
 @dataclass(frozen=True)
 class Best:
-    """The cheapest program that the alternation met, with the shares that it was found for."""
+    """The cheapest program that the alternation met."""
 
     found: Found
-    shares: Shares
     rounds: int
 
     @property
@@ -63,14 +62,15 @@ def _from(
     model: Model, problem: Problem, shares: Shares, limits: Sequence[float] | None, options: Search | None, ends: float
 ) -> Best:
     visible = 1.0
-    best = Best(problem.search(shares, limits, options), shares, 1)
+    best = Best(problem.search(shares, limits, options), 1)
     for number in range(2, MOST_ROUNDS + 1):
-        before, visible = visible, best.found.execution.visible
-        better = fit(model, best.found.execution, limits) or best.shares
-        if (better == best.shares and visible == before) or time.monotonic() > ends:
+        execution = best.found.execution
+        before, visible = visible, execution.visible
+        better = fit(model, execution, limits) or execution.shares
+        if (better == execution.shares and visible == before) or time.monotonic() > ends:
             return best
         try:
-            reached = Best(problem.search(better, limits, options, visible), better, number)
+            reached = Best(problem.search(better, limits, options, visible), number)
         except BadInput:  # nothing fits, or not in time, for these shares; it did for those before
             return best
         if reached.seconds >= best.seconds * (1.0 - 1e-6):
@@ -120,8 +120,7 @@ def fit(model: Model, execution: Execution, limits: Sequence[float] | None) -> S
         shares = problem.solve()
         if shares is None or limits is None:
             return shares
-        rules = [model.rules.of[n].index(rule) for n, rule in enumerate(execution.rules)]
-        living = Living(Execution(model, rules, execution.kept, shares))
+        living = Living(Execution(model, execution.numbers, execution.kept, shares))
         over = [rank for rank, most in enumerate(limits) if living.peak[rank] > most]
         if not over:
             return shares

@@ -47,9 +47,6 @@ class Found(NamedTuple):
     """The best program for some shares."""
 
     execution: Execution
-    rules: tuple[int, ...]
-    kept: dict[str, State]
-    seconds: float
     is_optimal: bool
 
 
@@ -311,10 +308,9 @@ class Problem:
             if answer.status != _OUT_OF_TIME:
                 raise NoRoom(f"no program fits the ranks' memory. {_REMEDY}")
             raise BadInput(f"no program was found in time_limit_seconds ({options.time_limit_seconds:g}); allow more.")
-        rules = tuple(max(own, key=lambda n: answer.x[own[n]]) for own in self._choices)
+        rules = [max(own, key=lambda n: answer.x[own[n]]) for own in self._choices]
         kept = {name: max(own, key=lambda s: answer.x[own[s]]) for name, own in self._kept.items()}
-        execution = Execution(self._model, rules, kept, self._shares)
-        return Found(execution, rules, kept, execution.seconds, answer.status == 0 and not extra)
+        return Found(Execution(self._model, rules, kept, self._shares), answer.status == 0 and not extra)
 
     def _limit_memory(self, rank: int, moment: int, limit: float, found: float) -> None:
         """What lives on `rank` while operator `moment` runs is at most `limit` bytes from now on.
