@@ -37,12 +37,11 @@ class Assumptions(Spec):
 
     def watts(self, cluster: ClusterSpec, busy_fraction: float) -> float | None:
         """Mean power of a cluster; None where an accelerator's rated power is unknown."""
-        rated = [node.device.tdp_watts for node in cluster.nodes]
-        if None in rated:
-            return None
-        total = sum(
-            node.count * node.accelerators * (watts or 0.0) for node, watts in zip(cluster.nodes, rated, strict=True)
-        )
+        total = 0.0
+        for node in cluster.nodes:
+            if node.device.tdp_watts is None:
+                return None
+            total += node.count * node.accelerators * node.device.tdp_watts
         used = self.idle_power_fraction + (1.0 - self.idle_power_fraction) * busy_fraction
         return total * used * (1.0 + self.node_overhead_power_fraction)
 
