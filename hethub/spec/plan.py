@@ -169,7 +169,8 @@ class PlanSpec(Spec):
         self._check_samples()
         ranks = sorted([*self.ranks, *self.unused])
         if twice := [rank for rank, following in pairwise(ranks) if rank == following]:
-            where = ("twice in replicas", "in a replica and in unused", "twice in unused")[self.unused.count(twice[0])]
+            in_unused = min(2, self.unused.count(twice[0]))
+            where = ("twice in replicas", "in a replica and in unused", "twice in unused")[in_unused]
             raise ValueError(f"rank {twice[0]} is {where}; every rank belongs to exactly one replica, or is unused.")
         if ranks != list(range(len(ranks))):
             missing = next(place for place, rank in enumerate(ranks) if rank != place)
