@@ -14,7 +14,7 @@ from hethub.synthesis.graph import Graph, fingerprint
 from hethub.synthesis.program import Execution, Living, Program
 from hethub.synthesis.ratios import alternate, by_speed, even
 from hethub.synthesis.rules import PARTIAL, SAMPLES, Rule, Rules
-from hethub.synthesis.search import NoRoom, Problem, Search
+from hethub.synthesis.search import USUAL, NoRoom, Problem, Search
 from hethub.synthesis.table import HEAVY, short
 
 
@@ -38,12 +38,12 @@ def pose(graph: Graph, cluster: ClusterSpec) -> Model:
     return Model(graph, Rules(graph), Costs(cluster, precision_of(graph)))
 
 
-def plan_graph(graph: Graph, cluster: ClusterSpec, options: Search | None = None, *, reserve: float = 0.0) -> Program:
+def plan_graph(graph: Graph, cluster: ClusterSpec, options: Search = USUAL, *, reserve: float = 0.0) -> Program:
     """As `plan`, of a graph that has been traced; `reserve` of every accelerator's memory stays free."""
     return plan_model(pose(graph, cluster), options, reserve=reserve)
 
 
-def plan_model(model: Model, options: Search | None = None, *, reserve: float = 0.0) -> Program:
+def plan_model(model: Model, options: Search = USUAL, *, reserve: float = 0.0) -> Program:
     """As `plan_graph`, of a model that was posed."""
     try:
         best = alternate(model, memory_limits(model.costs.cluster, reserve), options)

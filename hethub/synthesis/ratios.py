@@ -13,7 +13,7 @@ from hethub.spec.program import memory_limits
 from hethub.synthesis.costs import Model, Shares
 from hethub.synthesis.program import TRAINING_COPIES, Execution, Living, runs_beside
 from hethub.synthesis.rules import Cut
-from hethub.synthesis.search import Found, Problem, Search
+from hethub.synthesis.search import USUAL, Found, Problem, Search
 
 MOST_ROUNDS = 6
 MEMORY_ROUNDS = 6
@@ -32,7 +32,7 @@ class Best:
         return self.found.execution.step_seconds
 
 
-def alternate(model: Model, limits: Sequence[float] | None, options: Search | None = None) -> Best:
+def alternate(model: Model, limits: Sequence[float] | None, options: Search = USUAL) -> Best:
     """Search and ratios in turns until neither gains, from shares by speed and from equal ones; the best is kept whole.
     No turn begins once a program is found and the time limit is over.
 
@@ -41,7 +41,7 @@ def alternate(model: Model, limits: Sequence[float] | None, options: Search | No
     best: Best | None = None
     failure: BadInput | None = None
     problem = Problem(model)
-    ends = time.monotonic() + (options or Search()).time_limit_seconds
+    ends = time.monotonic() + options.time_limit_seconds
     for start in starts(model, limits):
         if best is not None and time.monotonic() > ends:
             break
@@ -59,7 +59,7 @@ def alternate(model: Model, limits: Sequence[float] | None, options: Search | No
 
 
 def _from(
-    model: Model, problem: Problem, shares: Shares, limits: Sequence[float] | None, options: Search | None, ends: float
+    model: Model, problem: Problem, shares: Shares, limits: Sequence[float] | None, options: Search, ends: float
 ) -> Best:
     visible = 1.0
     best = Best(problem.search(shares, limits, options), 1)

@@ -61,6 +61,7 @@ class Search:
     moments: int = 32  # of each rank, in which what lives is limited after a round
 
 
+USUAL = Search()
 _OUT_OF_TIME = 1  # scipy's status of a programme that HiGHS left at its time limit
 _REMEDY = "Use a smaller batch, a smaller model, or accelerators with more memory."
 
@@ -103,7 +104,7 @@ class Problem:
         self,
         shares: Shares,
         limits: Sequence[float] | None = None,
-        options: Search | None = None,
+        options: Search = USUAL,
         visible: float = 1.0,
     ) -> Found:
         """The program of the least sum of seconds, of gradients' sums what is `visible`, within `limits` bytes per rank.
@@ -111,7 +112,6 @@ class Problem:
         A round without memory limits comes first; the moments in which a rank exceeds its own become constraints, and
         the programme is solved again. Raises BadInput where nothing fits.
         """
-        options = options or Search()
         self._price(shares, visible)
         for _ in range(options.memory_rounds):
             found = self.solve(options)
