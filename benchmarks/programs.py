@@ -289,8 +289,7 @@ def scattered(execution: Execution) -> Execution:
             cut for cut in model.rules.cuts(tensor) if model.rules.axes[model.rules.axis(tensor, cut)].atoms >= RANKS
         ]
         kept[name] = max(cuts, key=lambda cut: model.rules.axes[model.rules.axis(tensor, cut)].atoms, default=WHOLE)
-    rules = [model.rules.of[number].index(rule) for number, rule in enumerate(execution.rules)]
-    return Execution(model, rules, kept, execution.shares)
+    return Execution(model, execution.numbers, kept, execution.shares)
 
 
 class Row(NamedTuple):
@@ -316,7 +315,7 @@ def measure(name: str, core: Core) -> list[Row]:
     weights = sum(graph.tensors[tensor].num_bytes for tensor in graph.parameters.values())
     unlinked = Model(graph, rules, Costs(cluster_of(core, 1e4), "fp32"))
     shares = by_speed(unlinked)
-    computing = data_parallel(unlinked).search(shares).seconds
+    computing = data_parallel(unlinked).search(shares).execution.seconds
     for link, times in LINKS.items():
         gbytes = 2.0 * weights * (RANKS - 1) / RANKS / (times * computing) / 1e9
         model = Model(graph, rules, Costs(cluster_of(core, gbytes), "fp32"))

@@ -25,9 +25,8 @@ class Assumptions(Spec):
     checkpoint_seconds: Annotated[float, Field(ge=0, le=1e9)] = 30.0  # that writing one holds training up
     restart_seconds: Annotated[float, Field(ge=0, le=1e9)] = 600.0  # from a failure to the next step
     idle_power_fraction: float = Field(default=0.35, ge=0, le=1)  # of rated power, drawn while waiting
-    node_overhead_power_fraction: Annotated[float, Field(ge=0, le=100)] = (
-        0.25  # hosts, network and cooling on top of the accelerators
-    )
+    # hosts, network and cooling on top of the accelerators
+    node_overhead_power_fraction: Annotated[float, Field(ge=0, le=100)] = 0.25
 
     def efficiency(self, num_nodes: int) -> float:
         """The part of the time that trains: checkpoints at Young's interval, lost work and restarts (Young 1974)."""
@@ -38,12 +37,11 @@ class Assumptions(Spec):
 
     def watts(self, cluster: ClusterSpec, busy_fraction: float) -> float | None:
         """Mean power of a cluster; None where an accelerator's rated power is unknown."""
-        rated = [node.device.tdp_watts for node in cluster.nodes]
-        if None in rated:
-            return None
-        total = sum(
-            node.count * node.accelerators * (watts or 0.0) for node, watts in zip(cluster.nodes, rated, strict=True)
-        )
+        total = 0.0
+        for node in cluster.nodes:
+            if node.device.tdp_watts is None:
+                return None
+            total += node.count * node.accelerators * node.device.tdp_watts
         used = self.idle_power_fraction + (1.0 - self.idle_power_fraction) * busy_fraction
         return total * used * (1.0 + self.node_overhead_power_fraction)
 

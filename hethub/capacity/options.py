@@ -1,8 +1,8 @@
 """Clusters that answer a capacity question: what each takes in time, money and energy, and which are on the frontier."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from hethub.capacity.catalogue import CatalogueSpec, cluster_of
 from hethub.predictor.predict import Prediction
@@ -42,9 +42,6 @@ class Option:
     energy_kwh: float | None
     meets: Meets
     on_frontier: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,24 +181,25 @@ def need_torch(name: str) -> None:
 def check_writable(*files: Path | None, folder: Path | None = None, reads: Path | None = None) -> None:
     """Raises BadInput where a file or folder to write has no folder to lie in or may not be written, a file is a folder or
     a folder a file, or a file is the one that the command `reads`: before the work, not after it."""
-    for path in (*files, folder):
+    given = [path for path in files if path is not None]
+    for path in given if folder is None else [*given, folder]:
         check_link(path)
-        if path is not None and not path.parent.is_dir():
+        if not path.parent.is_dir():
             raise BadInput(f"{path}: there is no folder {path.parent} to write to; create it or name another file.")
-        if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK, effective_ids=True):
+        if not os.access(path if path.exists() else path.parent, os.W_OK, effective_ids=True):
             raise BadInput(f"{path}: this user may not write there; allow it or name another.")
-    for path in files:
-        if path is not None and path.is_dir():
+    for path in given:
+        if path.is_dir():
             raise BadInput(f"{path}: this is a folder, and a file is to be written; name a file in it.")
         refuse_overwriting(path, reads)
-    check_folder(folder)
+    if folder is not None:
+        check_folder(folder)
 
 
-def check_link(path: Path | None) -> None:
+def check_link(path: Path) -> None:
     """Raises BadInput where a file or folder to write is a link that leads to itself."""
     try:
-        if path is not None:
-            path.stat()
+        path.stat()
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise BadInput(f"{path}: this link leads in a circle; remove it or name another.") from None
@@ -217,9 +218,9 @@ def files_of(job: "Job") -> list[Path]:
     return [job.path, *(job.base / name for name in named if name is not None)]
 
 
-def check_folder(path: Path | None) -> None:
+def check_folder(path: Path) -> None:
     """Raises BadInput where a folder to write is a file."""
-    if path is not None and path.exists() and not path.is_dir():
+    if path.exists() and not path.is_dir():
         raise BadInput(f"{path}: this is a file, and a folder is to be written; name another.")
 
 

@@ -169,7 +169,6 @@ def predict(options: argparse.Namespace) -> None:
         chosen, file = _Chosen("plan file", load_plan(options.job), None, None), options.job
         job = made_for(chosen.plan, options.job, None)
         profile = profile_beside(options.profile, job, chosen.plan.precision)
-        software = hethub_software(job.compile)
     else:
         given = load_job(options.job, options.set)
         refuse_overwriting(
@@ -178,15 +177,10 @@ def predict(options: argparse.Namespace) -> None:
         if is_program_job(given, options.plan):
             return predict_program_job(options, given)
         profile, job = measured_for(options, given), planned_for(given)
-        software = hethub_software(given.spec.train.compile)
         chosen, file = _chosen(options, given, job.cluster, profile), options.plan or given.plan_path
-    layout = bind_file(file, chosen.plan, job.model, job.cluster)
+    layout, software = bind_file(file, chosen.plan, job.model, job.cluster), hethub_software(job.compile)
     prediction = make_prediction(
-        layout,
-        reserve=job.reserve,
-        with_timeline=options.trace is not None,
-        profile=profile,
-        software=software,
+        layout, reserve=job.reserve, with_timeline=options.trace is not None, profile=profile, software=software
     )
     prediction = prediction.beside_makers_alone(chosen.makers_alone_tokens_per_second)
     prediction = with_staging(prediction, layout, profile, software)
@@ -194,8 +188,7 @@ def predict(options: argparse.Namespace) -> None:
     if options.trace is not None:
         from hethub.report.trace import chrome_trace, write_trace
 
-        names = [place.accelerator.name for place in job.cluster.places]
-        write_trace(chrome_trace(prediction.timeline or (), names, "predicted"), options.trace)
+        write_trace(chrome_trace(prediction.timeline or (), job.cluster, "predicted"), options.trace)
         written.append(options.trace)
     if options.alone is not None:
         from hethub.report.explanation import save_alone

@@ -63,14 +63,12 @@ class CompiledKernels(TorchKernels):
     def pack(self, tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         if not self._holds(flat):
             return super().pack(tensors, flat)
-        self._move("pack", tensors, flat)
-        return None
+        return self._move("pack", tensors, flat)
 
     def unpack(self, flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         if not self._holds(flat):
             return super().unpack(flat, tensors)
-        self._move("unpack", tensors, flat)
-        return None
+        return self._move("unpack", tensors, flat)
 
     def add(self, total: torch.Tensor, part: torch.Tensor) -> None:
         if not self._holds(total) or total.dtype != torch.float32 or part.dtype not in _SUFFIX:

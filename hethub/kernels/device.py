@@ -201,7 +201,7 @@ class Clock:
     ANCHORED_SECONDS = 600.0  # events count milliseconds in fp32: farther apart, they tell less than 0.1 ms no more
 
     def __init__(self, device: Device) -> None:
-        self._has_events = device.torch_device.type == "cuda"
+        self._has_events = device.is_gpu
         self._anchor: torch.cuda.Event | None = None
         self._anchored_at = -float("inf")
 
@@ -289,4 +289,4 @@ def visible_devices(environment: Mapping[str, str]) -> list[str] | None:
 
 def _describe_visible(environment: Mapping[str, str]) -> str:
     given = [f"{variable}={environment[variable]}" for variable in VISIBLE_DEVICES if variable in environment]
-    return ", ".join(given) if given else "no visible-devices variable is set"
+    return ", ".join(given) or "no visible-devices variable is set"

@@ -9,7 +9,7 @@ from hethub.capacity.catalogue import CatalogueSpec
 from hethub.capacity.options import LeftOut, Option, Question, best, have_prices, height, named
 from hethub.capacity.sizing import EVERY_COUNT, Sizing
 from hethub.report.drawing import scatter
-from hethub.report.page import html_table, write_html
+from hethub.report.page import html_table, section, write_html
 from hethub.report.tables import assumed_sentence
 from hethub.runtime.console import make_console, make_table
 from hethub.spec.cluster import ClusterSpec
@@ -48,8 +48,8 @@ def write_sizing(found: Sizing, question: Question, out: Path, measured: Contain
     against = f"cost, {question.catalogue.currency}" if priced else "accelerators"
     body = [
         *(f"<p>{escape(sentence)}</p>" for sentence in _sentences(found, question, measured)),
-        "<h2>Frontier</h2>", scatter(points, "days", against),
-        "<h2>Options</h2>", html_table(*_table(found.options, question.catalogue)),
+        section("Frontier", scatter(points, "days", against)),
+        section("Options", html_table(*_table(found.options, question.catalogue))),
     ]  # fmt: skip
     write_html(out, f"{question.tokens:.4g} tokens", body)
 

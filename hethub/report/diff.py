@@ -1,17 +1,18 @@
 """What differs between two plans, and what it costs: found, and shown on the terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from hethub.predictor import predict
 from hethub.predictor.cost.profile import ProfileSpec, assumed_speeds
 from hethub.predictor.cost.software import hethub_software
-from hethub.report.tables import TOO_LITTLE, assumed_sentence
+from hethub.report.tables import GIB, TOO_LITTLE, assumed_sentence
 from hethub.runtime.console import make_console, make_table
 from hethub.spec.base import Spec
 from hethub.spec.layout.bind import Layout
-from hethub.spec.plan import PlanSpec, StageSpec
+from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 from hethub.spec.program import ProgramFor, ProgramPlanSpec, module_rows, prediction_of, show_ratios
 from hethub.spec.ranges import show_ranks
 
@@ -123,7 +124,7 @@ def print_diff(result: PlanDiff) -> None:
     parts = {part: seconds for part, seconds in result.parts().items() if abs(seconds) > 1e-6 * first}
     if parts and not result.unlike_models:
         console.print(f"of which {', '.join(f'{part} {seconds:+.4g} s' for part, seconds in parts.items())}")
-    one, two = (size / 2**30 for size in result.memory_bytes)
+    one, two = (size / GIB for size in result.memory_bytes)
     console.print(f"the fullest rank needs {one:.2f} and {two:.2f} GiB")
     for which, fits in zip(("first", "second"), result.fits, strict=True):
         if not fits:
@@ -219,19 +220,14 @@ def describe_stage(stage: StageSpec) -> dict[str, str]:
 
 def describe_replicas(stage: StageSpec) -> str:
     """Replicas with equal ones together: `8 x TP 2 (ranks 0-15), 4 x 64 samples`."""
-    runs: list[list[Any]] = []
-    for replica in stage.replicas:
-        sort = (replica.tp, replica.micro_batch, replica.samples, replica.in_flight, replica.tensor_shares)
-        if runs and runs[-1][0] == sort:
-            runs[-1][1].extend(replica.ranks)
-        else:
-            runs.append([sort, list(replica.ranks)])
-    return "; ".join(_run(*run) for run in runs)
+    alike = groupby(stage.replicas, key=lambda r: (r.tp, r.micro_batch, r.samples, r.in_flight, r.tensor_shares))
+    return "; ".join(_run(list(own)) for _, own in alike)
 
 
-def _run(sort: tuple[int, int, int, int | None, tuple[float, ...] | None], ranks: list[int]) -> str:
-    tp, micro_batch, samples, in_flight, shares = sort
-    held = "" if in_flight is None else f", {in_flight} in flight"
-    cut = "" if shares is None else f", cut {':'.join(f'{share:g}' for share in shares)}"
+def _run(replicas: Sequence[ReplicaSpec]) -> str:
+    first, ranks = replicas[0], [rank for replica in replicas for rank in replica.ranks]
+    held = "" if first.in_flight is None else f", {first.in_flight} in flight"
+    cut = "" if first.tensor_shares is None else f", cut {':'.join(f'{share:g}' for share in first.tensor_shares)}"
+    given = f"{first.samples} samples in micro-batches of {first.micro_batch}"
     span = f"rank{'s' * (len(ranks) > 1)} {show_ranks(ranks)}"
-    return f"{len(ranks) // tp} x TP {tp} ({span}) with {samples} samples in micro-batches of {micro_batch}{held}{cut}"
+    return f"{len(replicas)} x TP {first.tp} ({span}) with {given}{held}{cut}"

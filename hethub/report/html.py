@@ -14,7 +14,7 @@ from hethub.predictor.cost.software import HETHUB, Software, hethub_software
 from hethub.predictor.pipeline.timeline import Span
 from hethub.predictor.predict import with_staging
 from hethub.report.drawing import legend, losses, stacked, timeline
-from hethub.report.page import html_table, write_html
+from hethub.report.page import html_table, section, write_html
 from hethub.report.tables import GIB, STAGE_COLUMNS, assumed_sentence, parameter_count, stage_rows
 from hethub.report.trace import times_are
 from hethub.report.watching import settled_seconds, under_last_plan
@@ -66,11 +66,10 @@ def report_run(folder: Path, out: Path) -> None:
 def _read_spans(path: Path) -> list[Span]:
     if not path.exists():
         return []
+    trace = read_json(path, "trace", _MOST_TRACE_BYTES)
     try:
-        return spans_of(read_json(path, "trace", _MOST_TRACE_BYTES))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, BadInput):
-            raise
+        return spans_of(trace)
+    except (KeyError, TypeError, ValueError, AttributeError):
         raise BadInput(f"{path}: this is no trace that hethub wrote; delete it.") from None
 
 
@@ -113,19 +112,15 @@ def write_page(
     prediction = with_staging(prediction, layout, profile, software)
     sections = [
         _summary(layout, prediction, measured, assumed_speeds(layout.cluster, layout.plan.precision, profile)),
-        _section("Cluster", _cluster(layout)),
-        _section("Plan", _plan(layout)),
-        _section("One step", _timeline(layout, prediction, measured)),
-        _section("Parts of the step", _parts(prediction)),
-        _section("Memory", _memory(layout, prediction, reserve)),
+        section("Cluster", _cluster(layout)),
+        section("Plan", _plan(layout)),
+        section("One step", _timeline(layout, prediction, measured)),
+        section("Parts of the step", _parts(prediction)),
+        section("Memory", _memory(layout, prediction, reserve)),
     ]
     if measured is not None:
-        sections.append(_section("Loss", losses(measured.steps)))
+        sections.append(section("Loss", losses(measured.steps)))
     write_html(out, title, sections)
-
-
-def _section(title: str, body: str) -> str:
-    return f"<h2>{title}</h2>{body}"
 
 
 def _summary(layout: Layout, prediction: Prediction, measured: Measured | None, assumed: Sequence[str]) -> str:

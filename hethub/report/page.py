@@ -13,6 +13,10 @@ def write_html(out: Path, title: str, parts: Sequence[str]) -> None:
     write_text(f"{head}<h1>{escape(title)}</h1>{''.join(parts)}</html>\n", out)
 
 
+def section(title: str, body: str) -> str:
+    return f"<h2>{title}</h2>{body}"
+
+
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>{cells}</table>"

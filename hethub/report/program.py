@@ -8,7 +8,7 @@ from typing import Any
 
 from hethub.predictor.cost.profile import assumed_speeds
 from hethub.report.drawing import losses
-from hethub.report.page import html_table, write_html
+from hethub.report.page import html_table, section, write_html
 from hethub.report.tables import GIB, assumed_sentence
 from hethub.report.watching import settled_seconds
 from hethub.runtime.console import make_console, make_table
@@ -89,18 +89,18 @@ def write_program_page(
         [str(row["rank"]), row["accelerator"], f"{row['bytes'] / GIB:.3f}", f"{row['limit'] / GIB:.3f}"]
         for row in prediction["memory"]
     ]
+    ratios = [[name, show_ratios(own)] for name, own in program.ratios.items()]
     notes = [*program_notes(program), *([f"{assumed_sentence(assumed)}."] if assumed else [])]
     parts = [
         html_table(["", ""], about),
-        "<h2>Program</h2>" + html_table(*program_table(program)),
+        section("Program", html_table(*program_table(program))),
         "".join(f"<p>{escape(line)}</p>" for line in notes),
-        "<h2>Ratios</h2>"
-        + html_table(["axis", "ranks"], [[name, show_ratios(own)] for name, own in program.ratios.items()]),
-        "<h2>Parameters</h2>" + html_table(["parameter", "kept"], [list(pair) for pair in program.parameters.items()]),
-        "<h2>Memory</h2>" + html_table(["rank", "accelerator", "needs GiB", "of GiB"], memory),
+        section("Ratios", html_table(["axis", "ranks"], ratios)),
+        section("Parameters", html_table(["parameter", "kept"], [*program.parameters.items()])),
+        section("Memory", html_table(["rank", "accelerator", "needs GiB", "of GiB"], memory)),
     ]
     if steps:
-        parts.append("<h2>Loss</h2>" + losses(steps))
+        parts.append(section("Loss", losses(steps)))
     write_html(out, title, parts)
 
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 def finish_run(summary: RunSummary) -> None:
     """Writes trace.json and report.html and prints predicted and measured (or emulated) side by side."""
-    folder, plan, how = RunFolder(summary.folder), summary.layout.plan, times_are(summary.layout.cluster)
-    names = [place.accelerator.name for place in summary.layout.cluster.places]
-    write_trace(chrome_trace(summary.spans, names, how), folder.trace)
+    folder, plan, cluster = RunFolder(summary.folder), summary.layout.plan, summary.layout.cluster
+    how = times_are(cluster)
+    write_trace(chrome_trace(summary.spans, cluster, how), folder.trace)
     report_run(summary.folder, folder.path / "report.html")
     console = make_console()
     console.print(_summary_table(summary, how, "tokens", plan.global_batch * plan.seq_len))

@@ -15,7 +15,7 @@ def times_are(cluster: ClusterSpec) -> str:
     return "emulated" if cluster.emulated else "measured"
 
 
-def chrome_trace(spans: Iterable[Span], accelerators: list[str], label: str) -> dict[str, Any]:
+def chrome_trace(spans: Iterable[Span], cluster: ClusterSpec, label: str) -> dict[str, Any]:
     """The trace with one process per rank and one row per stream; times in microseconds from the first span.
 
     `label` says where the times come from (predicted, measured, emulated).
@@ -24,7 +24,7 @@ def chrome_trace(spans: Iterable[Span], accelerators: list[str], label: str) -> 
     origin = min((span.start_seconds for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
     for rank in sorted({span.rank for span in spans}):
-        name = f"rank {rank} ({accelerators[rank]}), {label}"
+        name = f"rank {rank} ({cluster.places[rank].accelerator.name}), {label}"
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
     streams = {key: row for row, key in enumerate(sorted({(span.rank, span.stream) for span in spans}))}
     for (rank, stream), row in streams.items():

@@ -99,14 +99,12 @@ def _misplaced(value: Any, annotation: Any, path: KeyPath = ()) -> Iterator[tupl
         spec = _spec_in(annotation)
         if spec is None and not _mentions(annotation, dict):
             return  # a mapping has no place here, whatever is in it
-        keys = (
-            None
-            if spec is None
-            else {field.alias or name: field.annotation for name, field in spec.model_fields.items()}
-        )
+        inner = dict.fromkeys(value, annotation)
+        if spec is not None:
+            inner = {field.alias or name: field.annotation for name, field in spec.model_fields.items()}
         for key, item in value.items():
-            if keys is None or key in keys:
-                yield from _misplaced(item, annotation if keys is None else keys[key], (*path, key))
+            if key in inner:
+                yield from _misplaced(item, inner[key], (*path, key))
 
 
 def _mentions(annotation: Any, kind: type) -> bool:

@@ -54,9 +54,8 @@ class NodeSpec(Spec):
     gbps_per_nic: Rate | None = None
     network: Network | None = None  # overrides the cluster's CIDR
     environment: Environment | None = None  # the Python environment on this node, for `hethub launch`
-    hosts: tuple[str, ...] | None = (
-        None  # the machines' host names, for `hethub launch`; None: the name, for one machine
-    )
+    # the machines' host names, for `hethub launch`; None: the name, for one machine
+    hosts: tuple[str, ...] | None = None
     # Of one machine, in the catalogue's currency, for `hethub size`; null: answers count accelerators instead.
     price_per_hour: Annotated[float, Field(ge=0, le=1e12)] | None = None
 
@@ -114,9 +113,8 @@ class BetweenNodesLink(Spec):
     """Between nodes of one island, over the nodes' own interfaces."""
 
     latency_seconds: Latency = 5.0e-6  # of one message, through switches and software
-    oversubscription: Annotated[float, Field(ge=1, le=1e6)] = (
-        1.0  # what the nodes can send over what the network carries
-    )
+    # what the nodes can send over what the network carries
+    oversubscription: Annotated[float, Field(ge=1, le=1e6)] = 1.0
 
 
 class BetweenIslandsLink(Spec):
@@ -172,9 +170,8 @@ class StagingSpec(Spec):
     """
 
     gbytes_per_second: Rate | None = None  # between one accelerator and host memory; null: a guess
-    per_host_gbytes_per_second: Figure | None = (
-        None  # of all accelerators of a host together, offloading too; null: no limit
-    )
+    # of all accelerators of a host together, offloading too; null: no limit
+    per_host_gbytes_per_second: Figure | None = None
 
 
 class LinksSpec(Spec):

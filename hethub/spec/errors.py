@@ -77,8 +77,8 @@ def suggest(word: str, candidates: list[str] | tuple[str, ...]) -> str:
     return f"did you mean '{close}'?" if close else f"known: {', '.join(sorted(candidates))}."
 
 
-def suggest_some(word: str, candidates: list[str] | tuple[str, ...], most: int = 4) -> str:
-    """As `suggest`, with up to `most` near candidates, for names that differ in details: what `word` begins comes
+def suggest_some(word: str, candidates: list[str] | tuple[str, ...]) -> str:
+    """As `suggest`, with up to four near candidates, for names that differ in details: what `word` begins comes
     first, then what begins as it does up to a hyphen, or has most of its words ("NVIDIA H100 80GB HBM3")."""
     import difflib
 
@@ -89,8 +89,8 @@ def suggest_some(word: str, candidates: list[str] | tuple[str, ...], most: int =
     closest = max([1, *shared.values()])
     headed += [name for name in folded if shared[name] == closest and name not in headed]
     headed.sort(key=lambda name: -difflib.SequenceMatcher(None, given, name).ratio())
-    alike = difflib.get_close_matches(given, list(folded), n=most, cutoff=0.6)
-    near = [f"'{folded[name]}'" for name in dict.fromkeys([*begun, *headed, *alike])][:most]
+    alike = difflib.get_close_matches(given, list(folded), n=4, cutoff=0.6)
+    near = [f"'{folded[name]}'" for name in dict.fromkeys([*begun, *headed, *alike])][:4]
     if not near:
         return f"known: {', '.join(sorted(candidates))}."
     return f"did you mean {' or '.join([', '.join(near[:-1]), near[-1]] if len(near) > 1 else near)}?"

@@ -86,9 +86,8 @@ def _mapping(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
 
 
 def _refuse_unimplemented(config: dict[str, Any], path: Path) -> None:
-    if (model_type := config.get("model_type", "llama")) not in [
-        *_CLASSES
-    ]:  # a file may give a list, which has no hash
+    model_type = config.get("model_type", "llama")
+    if model_type not in [*_CLASSES]:  # a file may give a list, which has no hash
         raise BadInput(
             f"{path}: model_type is {describe(model_type)}; hethub implements {' and '.join(map(repr, _CLASSES))} only. Choose a model "
             "of one of them."

@@ -14,7 +14,7 @@ from hethub.spec.documents import Source, read_yaml, set_key
 from hethub.spec.errors import BadInput, BrokenRule, suggest
 from hethub.spec.lookup import load_cluster_of, load_model_of
 from hethub.spec.model import Count, ModelSpec
-from hethub.spec.plan import PlannedFor, PlanSpec, Samples, ScheduleName, load_plan
+from hethub.spec.plan import Index, PlannedFor, PlanSpec, Samples, ScheduleName, load_plan
 
 TOKENIZER = "tokenizer.json"  # of a Hugging Face folder
 PYTHON = "python:"  # begins the name of a model that is Python: python:package.module:factory
@@ -203,7 +203,7 @@ class CommunicatorSpec(Spec):
     wire: Literal["exact", "bf16", "int8", "fp8"] = "exact"  # how sums of fp32 pass the bridge; exact loses nothing
     lanes: Count = 1  # TCP connections a pair and way, over which gloo cuts large messages; 1 fills a slow link
     # A rank that is silent for so long counts as failed. Below 1 a slow rank would; above 1e6 libraries overflow.
-    timeout_seconds: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)] = 120.0
+    timeout_seconds: Annotated[float, Field(ge=1, le=1e6)] = 120.0
 
 
 class CheckpointSpec(Spec):
@@ -235,7 +235,7 @@ class EmulationSpec(Spec):
 
     time_scale: Positive | None = None  # real seconds per emulated second; None: chosen at start
     # What if an accelerator is slower than planned: the factor by rank.
-    slowdown: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=1)]] = {}  # noqa: RUF012
+    slowdown: dict[Index, Annotated[float, Field(ge=1)]] = {}  # noqa: RUF012
 
 
 class StragglerSpec(Spec):

@@ -1,5 +1,5 @@
 """Plans: stages, replicas, microbatches and shares. What a plan can know of itself is checked here, the rest in
-layout.py."""
+layout/bind.py."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -55,9 +55,8 @@ class StageSpec(Spec):
 
     layers: tuple[tuple[Index, Index], ...] = Field(min_length=1)  # one or several chunks [start, stop)
     replicas: tuple[ReplicaSpec, ...] = Field(min_length=1)  # data parallel: each takes its samples through the stage
-    zero: Annotated[int, Field(ge=0, le=3)] = (
-        0  # cut over the replicas: 1 optimizer state, 2 gradients too, 3 weights too
-    )
+    # cut over the replicas: 1 optimizer state, 2 gradients too, 3 weights too
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
     # By rank, a fraction of the stage's state; what is left is equal.
     state_shares: dict[int, Annotated[float, Field(ge=0, le=1)]] = {}  # noqa: RUF012 (pydantic copies it)
     recompute: Recompute = "none"  # of activations in the backward
@@ -170,7 +169,8 @@ class PlanSpec(Spec):
         self._check_samples()
         ranks = sorted([*self.ranks, *self.unused])
         if twice := [rank for rank, following in pairwise(ranks) if rank == following]:
-            where = ("twice in replicas", "in a replica and in unused", "twice in unused")[self.unused.count(twice[0])]
+            in_unused = min(2, self.unused.count(twice[0]))
+            where = ("twice in replicas", "in a replica and in unused", "twice in unused")[in_unused]
             raise ValueError(f"rank {twice[0]} is {where}; every rank belongs to exactly one replica, or is unused.")
         if ranks != list(range(len(ranks))):
             missing = next(place for place, rank in enumerate(ranks) if rank != place)
@@ -275,7 +275,7 @@ def save_plan(plan: PlanSpec, path: Path, job: PlannedFor | None = None) -> None
     write_text(plan_text(plan, job), path)
 
 
-def plan_text(plan: PlanSpec, job: PlannedFor | None = None) -> str:
+def plan_text(plan: PlanSpec, job: PlannedFor | None) -> str:
     """The plan as a plan file has it."""
     own = plan.model_dump(exclude_defaults=True, exclude={"job"})
     made_for = {} if job is None else {"job": job.model_dump(mode="json", exclude_unset=True, exclude_none=True)}

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import lcm
 from typing import NamedTuple
 
@@ -74,13 +74,9 @@ def split_by_shares(total: int, shares: Sequence[float | Fraction], unit: int = 
     return from_sizes([count * unit for count in counts])
 
 
-def from_sizes(sizes: Iterable[int], start: int = 0) -> list[Range]:
-    """Consecutive ranges of the given sizes."""
-    ranges = []
-    for size in sizes:
-        ranges.append(Range(start, start + size))
-        start += size
-    return ranges
+def from_sizes(sizes: Iterable[int]) -> list[Range]:
+    """Consecutive ranges of the given sizes, from 0 on."""
+    return [Range(*edges) for edges in pairwise(accumulate(sizes, initial=0))]
 
 
 def show_ranks(ranks: Sequence[int]) -> str:
@@ -89,13 +85,12 @@ def show_ranks(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if consecutive and len(ranks) > 2 else ", ".join(map(str, ranks))
 
 
-def refine(partitions: Iterable[Iterable[Range]]) -> list[Range]:
+def refine(ranges: Iterable[Range]) -> list[Range]:
     """The coarsest consecutive ranges of which every given range is a union (gaps between all of them left out)."""
-    given = [r for partition in partitions for r in partition if r]
+    given = [r for r in ranges if r]
     cuts = sorted({edge for r in given for edge in r})
-    pieces = [Range(a, b) for a, b in pairwise(cuts)]
     covered = merge(given)
-    return [piece for piece in pieces if any(whole.contains(piece) for whole in covered)]
+    return [piece for piece in map(Range, cuts, cuts[1:]) if any(whole.contains(piece) for whole in covered)]
 
 
 def merge(ranges: Iterable[Range]) -> list[Range]:

@@ -17,7 +17,7 @@ from hethub.predictor.cost.software import HETHUB
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
-from hethub.synthesis.graph import Graph, Operator, Tensor, schema_of
+from hethub.synthesis.graph import Graph, Operator, Tensor, argument_of
 from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, Rules, State
 from hethub.synthesis.table import RESHAPES, short
 
@@ -139,13 +139,12 @@ def work(graph: Graph, operator: Operator) -> Work | None:
     name = short(operator)
     if name in VIEWS or not operator.inputs:
         return None
-    products = _products(graph, operator)
     width = graph.tensors[operator.made[0]].dtype.itemsize
+    if products := _products(graph, operator):
+        return Work.of(products, width, 0.0, 0.0, 1)
     made = sum(graph.tensors[t].num_bytes for t in operator.made)
     read = operator.inputs[1:] if name in LOOKUPS else operator.inputs
     moved = sum(graph.tensors[t].num_bytes for t in read) + made * (2 if name in LOOKUPS else 1)
-    if products:
-        return Work.of(products, width, 0.0, 0.0, 1)
     return Work.of((), width, 0.0, 0.0, 1, fused_bytes=float(moved))
 
 
@@ -175,8 +174,7 @@ def _products(graph: Graph, operator: Operator) -> tuple[Product, ...]:
 
 def _convolution(operator: Operator, given: Sequence[int], made: Sequence[int], weight: Sequence[int]) -> Product:
     """The kernel is applied once per pixel that is made; of a transposed one, per pixel that is given."""
-    names = [argument.name for argument in schema_of(operator.target).arguments]
-    pixels = given if operator.args[names.index("transposed")] else made
+    pixels = given if argument_of(operator.target, operator.args, operator.kwargs, "transposed") else made
     return Product(prod(pixels) / pixels[1], weight[0], prod(weight[1:]))
 
 
@@ -296,9 +294,8 @@ def moves_to(
 
     others = [target for target in targets if target != WHOLE]
     through, gathered = direct([WHOLE])
-    if source == WHOLE or WHOLE in targets:
-        return through, gathered + [Move(tensor, WHOLE, to, None) for to in others if to != source]
-    alone, moves = direct(others)
-    if alone <= through:
-        return alone, moves
+    if source != WHOLE and WHOLE not in targets:
+        alone, moves = direct(others)
+        if alone <= through:
+            return alone, moves
     return through, gathered + [Move(tensor, WHOLE, to, None) for to in others if to != source]

@@ -64,9 +64,8 @@ class Operator:
     inputs: tuple[int, ...]
     outputs: tuple[int | None, ...]  # None: the operator was told not to make this one
     has_many_outputs: bool
-    module: (
-        str  # the user's module that it belongs to; of a backward operator, the one whose values or parameters it reads
-    )
+    # The user's module that it belongs to; of a backward operator, the one whose values or parameters it reads.
+    module: str
     is_forward: bool
 
     @property
@@ -189,6 +188,11 @@ def as_traced(graph: Graph, device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(own)
 
 
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's parameters and buffers, those that have several names under each of them."""
+    return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+
+
 def is_by_samples(tensor: Tensor) -> bool:
     """Whether a template's tensor has a piece for every sample."""
     return bool(tensor.shape) and isinstance(tensor.shape[0], BySamples)
@@ -197,6 +201,12 @@ def is_by_samples(tensor: Tensor) -> bool:
 def schema_of(target: Any) -> Any:
     """What torch declares of an operator: its arguments, by name; None of what is no single operator."""
     return getattr(target, "_schema", None)
+
+
+def argument_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """The argument called `name` of a call of an operator; `default` where it was not given."""
+    names = [argument.name for argument in schema_of(target).arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}.get(name, default)
 
 
 @cache

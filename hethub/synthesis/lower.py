@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hethub.spec.errors import BadInput
 from hethub.synthesis.costs import Move
-from hethub.synthesis.graph import Graph, as_traced, fingerprint
+from hethub.synthesis.graph import Graph, as_traced, fingerprint, tensors_of
 from hethub.synthesis.layout import Layout
 from hethub.synthesis.pieces import Exchange, Summing, bounds, piece, run_piece
 from hethub.synthesis.program import Program, runs_beside
@@ -82,9 +82,7 @@ class Step:
         return iter(self._shards.items())
 
     def _take(self, module: torch.nn.Module) -> None:
-        owned = dict(module.named_parameters(remove_duplicate=False)) | dict(
-            module.named_buffers(remove_duplicate=False)
-        )
+        owned = tensors_of(module)
         self._buffers = {
             tensor: (owned[name] if name in owned else self._graph.constants[name]).detach().clone()
             for name, tensor in self._graph.buffers.items()

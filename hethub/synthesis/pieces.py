@@ -152,20 +152,18 @@ class Exchange:
             return piece(held, target, after, self.rank)
         return held if self.rank == 0 else torch.zeros_like(held)
 
-    def start(self, held: torch.Tensor, target: State, after: Sequence[int]) -> "Summing":
+    def start(self, held: torch.Tensor, target: State, after: Sequence[int]) -> Summing:
         """Begins to add up all ranks' `held`, for this rank's part of the sum in `target`; all ranks begin their sums
         in the same order."""
         if not isinstance(target, Cut):
             result = held.clone(memory_format=torch.contiguous_format)
             return Summing([result], dist.all_reduce(result, group=self.group, async_op=True))
         flat = front(held, target)
-        ranges, row = self._ranges(held.shape, target, after)
+        ranges = self._ranges(held.shape, target, after)
         mine = ranges[self.rank]
         output = torch.empty(mine.size, dtype=held.dtype, device=held.device)
         work = reduce_scatter_by_ranges(self.group, flat.reshape(-1), ranges, output, async_op=True)
-        local = [*held.shape]
-        local[target.dim] = mine.size // max(row, 1) * target.blocks
-
+        local = local_shape(held.shape, target, after[self.rank], sum(after))
         rows = flat.shape[1:]
 
         def finish() -> torch.Tensor:
@@ -177,7 +175,7 @@ class Exchange:
         self, held: torch.Tensor, cut: Cut, shape: Sequence[int], shares: Sequence[int], padded: bool
     ) -> torch.Tensor:
         narrow = held.view(CARRIED_AS.get(held.dtype, held.dtype))
-        ranges, _ = self._ranges(shape, cut, shares)
+        ranges = self._ranges(shape, cut, shares)
         mine = front(narrow, cut).reshape(-1) if held.numel() else narrow.reshape(-1)
         flat = torch.empty(ranges[-1].stop, dtype=narrow.dtype, device=held.device)
         if padded:
@@ -201,13 +199,8 @@ class Exchange:
     ) -> torch.Tensor:  # fmt: skip
         narrow = held.view(CARRIED_AS.get(held.dtype, held.dtype))
         parts = [piece(narrow, target, after, rank) for rank in range(self.size)]
-        local = [*shape]
-        start, stop = bounds(shape, target, after)[self.rank]
-        local[target.dim] = (stop - start) * target.blocks
-        shapes = []
-        for begin, end in bounds(shape, source, before):
-            shapes.append([*local])
-            shapes[-1][source.dim] = (end - begin) * source.blocks
+        local = local_shape(shape, target, after[self.rank], sum(after))
+        shapes = [local_shape(local, source, share, sum(before)) for share in before]
         sizes = [torch.Size(part).numel() for part in shapes]
         received = torch.empty(sum(sizes), dtype=narrow.dtype, device=held.device)
         sent = torch.cat([part.reshape(-1) for part in parts])
@@ -217,15 +210,12 @@ class Exchange:
         return whole.view(held.dtype)
 
     def _among_zeros(self, held: torch.Tensor, cut: Cut, shape: Sequence[int], shares: Sequence[int]) -> torch.Tensor:
-        parts = []
-        for rank, (start, stop) in enumerate(bounds(shape, cut, shares)):
-            local = [*shape]
-            local[cut.dim] = (stop - start) * cut.blocks
-            parts.append(held if rank == self.rank else held.new_zeros(local))
+        shapes = [local_shape(shape, cut, share, sum(shares)) for share in shares]
+        parts = [held if rank == self.rank else held.new_zeros(own) for rank, own in enumerate(shapes)]
         return joined(parts, cut, shape)
 
     @staticmethod
-    def _ranges(shape: Sequence[int], cut: Cut, shares: Sequence[int]) -> tuple[list[Range], int]:
-        """Each rank's range of the flat tensor whose cut dimension is in front, and the elements of one index of it."""
+    def _ranges(shape: Sequence[int], cut: Cut, shares: Sequence[int]) -> list[Range]:
+        """Each rank's range of the flat tensor whose cut dimension is in front."""
         row = torch.Size([n for d, n in enumerate(shape) if d != cut.dim]).numel() * cut.blocks
-        return [Range(start * row, stop * row) for start, stop in bounds(shape, cut, shares)], row
+        return [Range(start * row, stop * row) for start, stop in bounds(shape, cut, shares)]

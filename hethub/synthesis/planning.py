@@ -14,7 +14,7 @@ from hethub.synthesis.graph import Graph, fingerprint
 from hethub.synthesis.program import Execution, Living, Program
 from hethub.synthesis.ratios import alternate, by_speed, even
 from hethub.synthesis.rules import PARTIAL, SAMPLES, Rule, Rules
-from hethub.synthesis.search import NoRoom, Problem, Search
+from hethub.synthesis.search import USUAL, NoRoom, Problem, Search
 from hethub.synthesis.table import HEAVY, short
 
 
@@ -38,12 +38,12 @@ def pose(graph: Graph, cluster: ClusterSpec) -> Model:
     return Model(graph, Rules(graph), Costs(cluster, precision_of(graph)))
 
 
-def plan_graph(graph: Graph, cluster: ClusterSpec, options: Search | None = None, *, reserve: float = 0.0) -> Program:
+def plan_graph(graph: Graph, cluster: ClusterSpec, options: Search = USUAL, *, reserve: float = 0.0) -> Program:
     """As `plan`, of a graph that has been traced; `reserve` of every accelerator's memory stays free."""
     return plan_model(pose(graph, cluster), options, reserve=reserve)
 
 
-def plan_model(model: Model, options: Search | None = None, *, reserve: float = 0.0) -> Program:
+def plan_model(model: Model, options: Search = USUAL, *, reserve: float = 0.0) -> Program:
     """As `plan_graph`, of a model that was posed."""
     try:
         best = alternate(model, memory_limits(model.costs.cluster, reserve), options)
@@ -81,11 +81,11 @@ def baselines(model: Model) -> dict[str, float]:
 
     parallel = data_parallel(model)
     bare = model._replace(costs=WithoutLatency(model.costs.cluster, model.costs.precision))
-    found = Problem(bare, known_to_hap).search(by_speed(model))
+    hap = Problem(bare, known_to_hap).search(by_speed(model)).execution
     return {
         "DP-EV": parallel.search(even(model)).execution.step_seconds,
         "DP-CP": parallel.search(by_speed(model)).execution.step_seconds,
-        "HAP": Execution(model, found.rules, found.kept, by_speed(model)).step_seconds,
+        "HAP": Execution(model, hap.numbers, hap.kept, hap.shares).step_seconds,
     }
 
 
@@ -94,7 +94,7 @@ def program_of(execution: Execution, *, is_optimal: bool, rounds: int) -> Progra
     model = execution.model
     return Program(
         size=model.costs.size,
-        rules=tuple(model.rules.of[number].index(rule) for number, rule in enumerate(execution.rules)),
+        rules=execution.numbers,
         kept=execution.kept,
         moves=tuple(move for moves in execution.moves.values() for move in moves),
         shares=execution.shares,

@@ -128,7 +128,8 @@ class Execution:
 
     def __init__(self, model: Model, rules: Sequence[int], kept: dict[str, State], shares: Shares) -> None:
         self.model, self.shares, self.kept = model, shares, kept
-        self.rules = [model.rules.of[number][chosen] for number, chosen in enumerate(rules)]
+        self.numbers = tuple(rules)  # by operator, of its rule in the list of `Rules.of`
+        self.rules = [own[chosen] for own, chosen in zip(model.rules.of, rules, strict=True)]
 
     def source(self, tensor: int) -> State:
         """The state in which a tensor comes to be."""

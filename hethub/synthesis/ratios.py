@@ -13,7 +13,7 @@ from hethub.spec.program import memory_limits
 from hethub.synthesis.costs import Model, Shares
 from hethub.synthesis.program import TRAINING_COPIES, Execution, Living, runs_beside
 from hethub.synthesis.rules import Cut
-from hethub.synthesis.search import Found, Problem, Search
+from hethub.synthesis.search import USUAL, Found, Problem, Search
 
 MOST_ROUNDS = 6
 MEMORY_ROUNDS = 6
@@ -21,10 +21,9 @@ MEMORY_ROUNDS = 6
 
 @dataclass(frozen=True)
 class Best:
-    """The cheapest program that the alternation met, with the shares that it was found for."""
+    """The cheapest program that the alternation met."""
 
     found: Found
-    shares: Shares
     rounds: int
 
     @property
@@ -33,7 +32,7 @@ class Best:
         return self.found.execution.step_seconds
 
 
-def alternate(model: Model, limits: Sequence[float] | None, options: Search | None = None) -> Best:
+def alternate(model: Model, limits: Sequence[float] | None, options: Search = USUAL) -> Best:
     """Search and ratios in turns until neither gains, from shares by speed and from equal ones; the best is kept whole.
     No turn begins once a program is found and the time limit is over.
 
@@ -42,7 +41,7 @@ def alternate(model: Model, limits: Sequence[float] | None, options: Search | No
     best: Best | None = None
     failure: BadInput | None = None
     problem = Problem(model)
-    ends = time.monotonic() + (options or Search()).time_limit_seconds
+    ends = time.monotonic() + options.time_limit_seconds
     for start in starts(model, limits):
         if best is not None and time.monotonic() > ends:
             break
@@ -60,17 +59,18 @@ def alternate(model: Model, limits: Sequence[float] | None, options: Search | No
 
 
 def _from(
-    model: Model, problem: Problem, shares: Shares, limits: Sequence[float] | None, options: Search | None, ends: float
+    model: Model, problem: Problem, shares: Shares, limits: Sequence[float] | None, options: Search, ends: float
 ) -> Best:
     visible = 1.0
-    best = Best(problem.search(shares, limits, options), shares, 1)
+    best = Best(problem.search(shares, limits, options), 1)
     for number in range(2, MOST_ROUNDS + 1):
-        before, visible = visible, best.found.execution.visible
-        better = fit(model, best.found.execution, limits) or best.shares
-        if (better == best.shares and visible == before) or time.monotonic() > ends:
+        execution = best.found.execution
+        before, visible = visible, execution.visible
+        better = fit(model, execution, limits) or execution.shares
+        if (better == execution.shares and visible == before) or time.monotonic() > ends:
             return best
         try:
-            reached = Best(problem.search(better, limits, options, visible), better, number)
+            reached = Best(problem.search(better, limits, options, visible), number)
         except BadInput:  # nothing fits, or not in time, for these shares; it did for those before
             return best
         if reached.seconds >= best.seconds * (1.0 - 1e-6):
@@ -120,8 +120,7 @@ def fit(model: Model, execution: Execution, limits: Sequence[float] | None) -> S
         shares = problem.solve()
         if shares is None or limits is None:
             return shares
-        rules = [model.rules.of[n].index(rule) for n, rule in enumerate(execution.rules)]
-        living = Living(Execution(model, rules, execution.kept, shares))
+        living = Living(Execution(model, execution.numbers, execution.kept, shares))
         over = [rank for rank, most in enumerate(limits) if living.peak[rank] > most]
         if not over:
             return shares

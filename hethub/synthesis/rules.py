@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
+from math import gcd, prod
 from typing import Literal, NamedTuple
 
 import torch
@@ -118,17 +118,14 @@ class Rules:
         tensors, found = self.graph.parameters, repeated_parameters(self.graph, self.first)
         return {n: o if self.cuts(tensors[n]) == self.cuts(tensors[o]) else n for n, o in found.items()}
 
-    def states(self, tensor: int) -> list[State]:
-        """Every state that `tensor` may be in."""
-        return [WHOLE, PARTIAL, *(cut for cut in self._cuts[tensor] if self.axis(tensor, cut) in self.worth_cutting)]
-
     @property
     def all_cuts(self) -> list[list[Cut]]:
         """By tensor, every way of cutting it that rules speak of."""
         return [list(own) for own in self._cuts]
 
     def cuts(self, tensor: int) -> list[Cut]:
-        return [state for state in self.states(tensor) if isinstance(state, Cut)]
+        """Every way of cutting a tensor that the search looks at."""
+        return [cut for cut in self._cuts[tensor] if self.axis(tensor, cut) in self.worth_cutting]
 
     def axis(self, tensor: int, cut: Cut) -> int:
         """The number of the axis that a cut belongs to."""
@@ -280,9 +277,7 @@ class Rules:
 
 def reshaped(source: Shape, target: Shape, cut: Cut) -> Cut | None:
     """The cut of the reshaped tensor that has every rank's elements where `cut` of the tensor has them."""
-    before = cut.blocks  # blocks of the flat tensor, each shared out among the ranks
-    for size in source[: cut.dim]:
-        before *= size
+    before = cut.blocks * prod(source[: cut.dim])  # blocks of the flat tensor, each shared out among the ranks
     passed = 1
     for dim, size in enumerate(target):
         if passed <= before < passed * size:

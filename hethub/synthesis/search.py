@@ -47,9 +47,6 @@ class Found(NamedTuple):
     """The best program for some shares."""
 
     execution: Execution
-    rules: tuple[int, ...]
-    kept: dict[str, State]
-    seconds: float
     is_optimal: bool
 
 
@@ -64,6 +61,7 @@ class Search:
     moments: int = 32  # of each rank, in which what lives is limited after a round
 
 
+USUAL = Search()
 _OUT_OF_TIME = 1  # scipy's status of a programme that HiGHS left at its time limit
 _REMEDY = "Use a smaller batch, a smaller model, or accelerators with more memory."
 
@@ -106,7 +104,7 @@ class Problem:
         self,
         shares: Shares,
         limits: Sequence[float] | None = None,
-        options: Search | None = None,
+        options: Search = USUAL,
         visible: float = 1.0,
     ) -> Found:
         """The program of the least sum of seconds, of gradients' sums what is `visible`, within `limits` bytes per rank.
@@ -114,7 +112,6 @@ class Problem:
         A round without memory limits comes first; the moments in which a rank exceeds its own become constraints, and
         the programme is solved again. Raises BadInput where nothing fits.
         """
-        options = options or Search()
         self._price(shares, visible)
         for _ in range(options.memory_rounds):
             found = self.solve(options)
@@ -152,19 +149,17 @@ class Problem:
         alike = self._model.rules.first_parameter
         times = Counter(alike.values())
         for name, tensor in graph.parameters.items():
-            if alike[name] == name:
+            first = alike[name]
+            if first == name:
                 cuts = self._model.rules.cuts(tensor) if self._cuts_parameters else []
                 states: list[State] = [WHOLE, *cuts]
-                self._kept[name] = {
+                own = {
                     state: self._variable(self._update(tensor, state), times[name], integral=True) for state in states
                 }
-                self._equal.append((dict.fromkeys(self._kept[name].values(), 1.0), 1.0))
+                self._equal.append((dict.fromkeys(own.values(), 1.0), 1.0))
+                self._kept[name], self._made[tensor] = own, {state: {var: 1.0} for state, var in own.items()}
             else:
-                self._kept[name] = self._kept[alike[name]]
-            if alike[name] == name:
-                self._made[tensor] = {state: {variable: 1.0} for state, variable in self._kept[name].items()}
-            else:
-                self._made[tensor] = self._made[graph.parameters[alike[name]]]
+                self._kept[name], self._made[tensor] = self._kept[first], self._made[graph.parameters[first]]
             gradient = graph.gradients[name]
             if gradient is not None:
                 self._needs[gradient].append(self._made[tensor])
@@ -313,10 +308,9 @@ class Problem:
             if answer.status != _OUT_OF_TIME:
                 raise NoRoom(f"no program fits the ranks' memory. {_REMEDY}")
             raise BadInput(f"no program was found in time_limit_seconds ({options.time_limit_seconds:g}); allow more.")
-        rules = tuple(max(own, key=lambda n: answer.x[own[n]]) for own in self._choices)
+        rules = [max(own, key=lambda n: answer.x[own[n]]) for own in self._choices]
         kept = {name: max(own, key=lambda s: answer.x[own[s]]) for name, own in self._kept.items()}
-        execution = Execution(self._model, rules, kept, self._shares)
-        return Found(execution, rules, kept, execution.seconds, answer.status == 0 and not extra)
+        return Found(Execution(self._model, rules, kept, self._shares), answer.status == 0 and not extra)
 
     def _limit_memory(self, rank: int, moment: int, limit: float, found: float) -> None:
         """What lives on `rank` while operator `moment` runs is at most `limit` bytes from now on.

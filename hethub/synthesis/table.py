@@ -8,11 +8,12 @@ together, which is what uneven cuts need. An operator that is missing here is co
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from hethub.synthesis.graph import Operator, schema_of
+from hethub.synthesis.graph import Operator, argument_of
 
 Shape = tuple[int, ...]
 SUM = "sum"  # in a label: these tensors are partial sums
@@ -35,8 +36,7 @@ class Shapes:
     outputs: list[Shape]  # of those it makes
 
     def argument(self, name: str, default: Any = None) -> Any:
-        names = [argument.name for argument in schema_of(self.operator.target).arguments]
-        return {**dict(zip(names, self.operator.args, strict=False)), **self.operator.kwargs}.get(name, default)
+        return argument_of(self.operator.target, self.operator.args, self.operator.kwargs, name, default)
 
     def all_but(self, *excluded: int) -> list[Label]:
         """Every dimension that all inputs and outputs share, except `excluded` ones."""
@@ -116,7 +116,7 @@ def slices(op: Shapes) -> list[Label]:
     return op.all_but() if whole else op.all_but(op.argument("dim", 0))
 
 
-def reduction(op: Shapes, sums: bool) -> list[Label]:
+def reduction(op: Shapes, *, sums: bool) -> list[Label]:
     """Over the dimensions of the argument `dim`, all where there is none."""
     rank, given = len(op.inputs[0]), op.argument("dim")
     dims = [given] if isinstance(given, int) else (given or range(rank))
@@ -165,10 +165,6 @@ def rolled(op: Shapes) -> list[Label]:
 
 def triangle(op: Shapes) -> list[Label]:
     return op.all_but(-2, -1)
-
-
-def split(op: Shapes) -> list[Label]:
-    return op.all_but(op.argument("dim", 0))
 
 
 def stack(op: Shapes) -> list[Label]:
@@ -266,14 +262,7 @@ def nll_loss_backward(op: Shapes) -> list[Label]:
     return [Label((own, 0, 0) + (None,) * (len(op.inputs) - 3), (0,))]
 
 
-def sums(op: Shapes) -> list[Label]:
-    return reduction(op, True)
-
-
-def extremes(op: Shapes) -> list[Label]:
-    return reduction(op, False)
-
-
+_EXTREMES = partial(reduction, sums=False)
 _TABLE: list[tuple[Callable[[Shapes], list[Label]], str]] = [
     (mm, "mm.default"),
     (bmm, "bmm.default"),
@@ -294,9 +283,9 @@ _TABLE: list[tuple[Callable[[Shapes], list[Label]], str]] = [
     (along("dim"), "cat.default split.Tensor split_with_sizes.default"),
     (along_last, "topk.default sort.default glu.default glu_backward.default"),
     (slices, "slice.Tensor"),
-    (sums, "sum.default sum.dim_IntList"),
-    (extremes, "amax.default amin.default argmax.default max.dim min.dim any.dim all.dim logsumexp.default"),
-    (extremes, "linalg_vector_norm.default argmin.default var.correction std.correction"),
+    (partial(reduction, sums=True), "sum.default sum.dim_IntList"),
+    (_EXTREMES, "amax.default amin.default argmax.default max.dim min.dim any.dim all.dim logsumexp.default"),
+    (_EXTREMES, "linalg_vector_norm.default argmin.default var.correction std.correction"),
     (removed, "select.int unbind.int squeeze.dim squeeze.dims"),
     (added, "unsqueeze.default select_backward.default"),
     (padded, "constant_pad_nd.default"),

@@ -42,5 +42,4 @@ def test_the_best_of_all_turns_is_kept_and_each_knows_limits_and_what_the_one_be
     best = alternate(model, limits)
     assert any(later)
     assert best.seconds == min(found.execution.step_seconds for found in met)
-    assert best.found.execution.shares == best.shares
     assert (Living(best.found.execution).peak <= np.array(limits)).all()

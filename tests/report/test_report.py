@@ -67,7 +67,7 @@ def test_a_trace_read_back_holds_the_same_spans() -> None:
     """Whatever a rank's clock says when it begins; Perfetto reads microseconds."""
     own = spans(1.0)
     later = [Span(*span[:3], span.start_seconds + 50, span.stop_seconds + 50) for span in own]
-    trace = chrome_trace(later, ["a", "b"], "measured")
+    trace = chrome_trace(later, LAYOUT.cluster, "measured")
     read = spans_of(trace)
     assert [span[:3] for span in read] == [span[:3] for span in own]
     for was, now in zip(own, read, strict=True):

@@ -56,6 +56,7 @@ def test_a_saved_plan_reads_as_a_person_would_write_it(tmp_path: Path) -> None:
         ([TWO[0], stage((2, 4), replica([2], 8))], {}, r"rank 1 has no place in the plan, though .* or set unused: \[1\]"),
         (TWO, {"unused": [1]}, "rank 1 is in a replica and in unused; every rank belongs to exactly one replica, or is unused"),
         (TWO, {"unused": [2, 2]}, "rank 2 is twice in unused"),
+        (TWO, {"unused": [2, 2, 2]}, "rank 2 is twice in unused"),
         (TWO, {"unused": [3]}, "rank 2 has no place in the plan, though rank 3 does"),
         ([stage((0, 4), replica([0, 1], 8, tensor_shares=[1]))], {}, "1 tensor_shares for 2 ranks; give one share per rank"),
         ([stage((0, 4), replica([0], 8), zero=1, state_shares={7: 0.5})], {}, "state_shares name rank 7, which is not in this"),

@@ -96,7 +96,7 @@ def test_the_search_finds_what_trying_everything_finds(gbytes: float) -> None:
     shares = by_speed(model)
     found = Problem(model).search(shares, options=Search(gap=1e-6))
     assert found.is_optimal
-    assert found.seconds == pytest.approx(everything(model, shares), rel=1e-5)
+    assert found.execution.seconds == pytest.approx(everything(model, shares), rel=1e-5)
 
 
 def test_ratios_follow_speed_and_a_rank_that_only_delays_gets_nothing() -> None:
@@ -104,9 +104,9 @@ def test_ratios_follow_speed_and_a_rank_that_only_delays_gets_nothing() -> None:
     best = alternate(model, None)
     execution = best.found.execution
     cut = {model.rules.axis_of(number, rule) for number, rule in enumerate(execution.rules)} - {None}
-    used = [own for axis, own in enumerate(best.shares) if axis in cut]
+    used = [own for axis, own in enumerate(execution.shares) if axis in cut]
     assert all(own[3] == 0 for own in used)
-    assert not any(rank_seconds(model, best.shares, n, r)[3] for n, r in enumerate(execution.rules) if r.is_cut)
+    assert not any(rank_seconds(model, execution.shares, n, r)[3] for n, r in enumerate(execution.rules) if r.is_cut)
     assert best.seconds <= Problem(model).search(by_speed(model)).execution.step_seconds
     wide = max(used, key=sum)
     np.testing.assert_allclose(np.array(wide[:3]) / sum(wide), [1 / 6, 2 / 6, 3 / 6], atol=0.05)
@@ -117,7 +117,7 @@ def test_fitted_ratios_never_cost_more_than_those_they_replace() -> None:
     found = Problem(model).search(even(model))
     better = fit(model, found.execution, None)
     assert better is not None
-    assert Execution(model, found.rules, found.kept, better).seconds < found.seconds
+    assert Execution(model, found.execution.numbers, found.execution.kept, better).seconds < found.execution.seconds
 
 
 def test_every_rank_keeps_within_its_memory() -> None:
@@ -226,7 +226,7 @@ def test_equal_layers_are_decided_together_and_no_dearer() -> None:
     model.rules.__dict__["first_parameter"] = {name: name for name in graphs[0].parameters}
     apart = Problem(model).search(by_speed(model), options=Search(gap=1e-6))
     assert apart.is_optimal
-    assert folded.seconds == pytest.approx(apart.seconds, rel=1e-5)
+    assert folded.execution.seconds == pytest.approx(apart.execution.seconds, rel=1e-5)
 
 
 def test_whole_atoms_keep_the_sum() -> None:

@@ -37,7 +37,7 @@ from hethub.spec.errors import BadInput
 from hethub.spec.job import TrainSpec
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Kind
-from hethub.spec.layout.state import StateMap, steps_per_chunk
+from hethub.spec.layout.state import StateMap
 
 VERIFY_EVERY = 100  # steps between comparisons of replicated parameters
 EVALUATION = timedelta(hours=2)  # the longest
@@ -264,7 +264,7 @@ class Trainer(TrainingRank):
             self.optimizer,
             self.reducer,
             self.pace,
-            per_chunk=steps_per_chunk(layout),
+            per_chunk=layout.plan.steps_chunk_by_chunk,
             waits_for_norm=train.grad_clip is not None or layout.plan.precision == "fp16",
         )
         self.zero_manager = ZeroManager(self.reducer, self._meter, self.stepping, self.arena)

@@ -1,5 +1,6 @@
 """A plan bound to its model and cluster: everything a rank or a simulator derives from it, checked as a whole."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -8,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, asked_by
 from hethub.spec.layout.tensors import RankShares, rank_shares
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
@@ -314,10 +315,8 @@ def bind(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
 
 def bind_file(path: Path | None, plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
     """As `bind`; errors name the file that the plan stands in, where it does in one."""
-    try:
+    with nullcontext() if path is None else asked_by(path):
         return bind(plan, model, cluster)
-    except BadInput as error:
-        raise BadInput(str(error) if path is None else f"{path}: {error}") from None
 
 
 def _check_shares(layout: Layout) -> None:

@@ -245,7 +245,7 @@ class StateMap:
         stage = self.layout.stages[tensor.stage]
         may_own = {rank for rank, _ in holdings} if apart and both_ends_step(self.layout) else set(stage.ranks)
         runs = []
-        for run in refine([[held] for _, held in holdings]):
+        for run in refine(held for _, held in holdings):
             contributors = tuple(sorted(rank for rank, held in holdings if held.contains(run)))
             owners = tuple(rank for rank in contributors if rank in may_own)
             runs.append((run, Group(tensor.stage, contributors, owners, sharded=stage.zero > 0 or apart)))
@@ -319,11 +319,6 @@ def both_ends_step(layout: Layout) -> bool:
     an end names state shares, only the embedding's stage steps it.
     """
     return layout.head_is_apart and not any(layout.stages[end].state_shares for end in (0, -1))
-
-
-def steps_per_chunk(layout: Layout) -> bool:
-    """Whether each chunk of a stage is stepped right after its backward, before the backward of the next."""
-    return layout.plan.steps_chunk_by_chunk
 
 
 def chunk_of(spec: StageSpec, layer: int) -> int:

@@ -12,7 +12,7 @@ from hethub.spec.documents import dump_yaml, read_yaml, write_whole
 from hethub.spec.errors import BadInput, BrokenRule
 from hethub.spec.model import Count
 
-Atoms = Annotated[int, Field(ge=0)]
+Natural = Annotated[int, Field(ge=0)]
 Items = Literal["tokens", "samples"]
 
 
@@ -20,7 +20,7 @@ class AxisSpec(Spec):
     """Dimensions that are cut alike, and how many of its atoms (samples, heads, …) each rank gets."""
 
     name: str
-    shares: tuple[Atoms, ...]
+    shares: tuple[Natural, ...]
 
 
 class OperatorSpec(Spec):
@@ -29,13 +29,13 @@ class OperatorSpec(Spec):
     operator: str
     module: str
     direction: Literal["forward", "backward"] = Field(alias="pass")
-    number: Annotated[int, Field(ge=0)]  # of its rule
+    number: Natural  # of its rule
     rule: str
     axis: str | None = None  # None: computed whole on every rank
     seconds: NonNegative
     collectives: tuple[str, ...] = ()
     collective_seconds: NonNegative = 0.0
-    bytes: Annotated[int, Field(ge=0)] = 0
+    bytes: Natural = 0
 
 
 class ProgramSpec(Spec):

@@ -11,9 +11,8 @@ class Kind(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"  # under zero_bubble the gradients of the inputs only
-    WEIGHT = (
-        "weight"  # zero_bubble: the gradients of the weights, from what the microbatch's backward has kept for them
-    )
+    # zero_bubble: the gradients of the weights, from what the microbatch's backward has kept for them
+    WEIGHT = "weight"
     REDUCE = "reduce"  # gradients summed over replicas; overlapped with the last backward, waited for here
     STEP = "step"  # global norm, clipping, optimizer
     GATHER = "gather"  # new weights from their owners to all holders

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from hethub.synthesis.graph import schema_of
+from hethub.synthesis.graph import argument_of, schema_of
 
+OUTERMOST = "the module itself"  # or one that is not known
 NUMBERS = (torch.SymInt, torch.SymFloat)
 
 
@@ -16,8 +17,8 @@ def called(node: fx.Node) -> str:
 
 
 def module_of(node: fx.Node) -> str:
-    """The name of the module whose forward makes a node, empty where that is the outermost or not known."""
-    return annotated(node) or ""
+    """How messages call the module whose forward makes a node."""
+    return annotated(node) or OUTERMOST
 
 
 def annotated(node: fx.Node) -> str | None:
@@ -51,8 +52,7 @@ def owner_of(node: fx.Node) -> Any:
 
 def given(node: fx.Node, name: str) -> Any:
     """The argument of an operator that is called `name`; None where it takes none."""
-    names = [argument.name for argument in schema_of(node.target).arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get(name)
+    return argument_of(node.target, node.args, node.kwargs, name)
 
 
 def draws(node: fx.Node) -> bool:

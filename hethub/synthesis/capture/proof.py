@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hethub.spec.errors import BadInput
-from hethub.synthesis.graph import Graph, as_traced, is_by_samples
+from hethub.synthesis.graph import Graph, as_traced, is_by_samples, tensors_of
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def _may_number(value: torch.Tensor, samples: int) -> bool:
 
 
 def _prove(module: nn.Module, graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
-    named = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    named = tensors_of(module)
     trained = [named[name] for name in graph.parameters]
     with as_it_was(module, with_values=True), _alone(), torch.enable_grad():
         drawn = _generators()
@@ -107,7 +107,7 @@ def _prove(module: nn.Module, graph: Graph, inputs: Sequence[torch.Tensor]) -> N
 
 def is_alike_in_eval(module: nn.Module, graph: Graph, inputs: Sequence[torch.Tensor]) -> bool:
     """Whether the module's loss, of a few samples, is the same after `.eval()`, which its graph does not know of."""
-    few, named = _few(graph, inputs)[1], dict(module.named_parameters(remove_duplicate=False))
+    few, named = _few(graph, inputs)[1], tensors_of(module)
     with as_it_was(module, with_values=True), _alone(), torch.no_grad():
         _move([named[name] for name in graph.parameters])  # a branch whose weights are nothing yet counts too
         try:

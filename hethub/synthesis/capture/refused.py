@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from hethub.spec.errors import BadInput
-from hethub.synthesis.capture.nodes import NUMBERS, annotated, called, draws, given
+from hethub.synthesis.capture.nodes import NUMBERS, OUTERMOST, annotated, called, draws, given
 from hethub.synthesis.capture.whole_batch import aten, refuse_batch_norm, refuse_instance_norm
 from hethub.synthesis.graph import schema_of
 
@@ -101,7 +101,7 @@ def refuse_operator(node: fx.Node) -> None:
     if node.op not in ("call_function", "get_attr") or isinstance(node.meta.get("val"), NUMBERS):
         return
     named = (annotated(each) for each in (node, *node.all_input_nodes))  # control flow has lost its own
-    module = next((name for name in named if name is not None), None) or "the module itself"
+    module = next((name for name in named if name is not None), None) or OUTERMOST
     if schema_of(node.target) is None and node.op == "call_function" and called(node) != "getitem":
         raise BadInput(f"'{module}' uses {node.target}: control flow that depends on data cannot be cut over ranks.")
     if isinstance(node.meta.get("val"), torch.Tensor):

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import FakeTensorMode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from hethub.spec.errors import BadInput
-from hethub.synthesis.capture.nodes import NUMBERS, called, is_check, module_of, owner_of, writes
+from hethub.synthesis.capture.nodes import NUMBERS, annotated, called, is_check, module_of, owner_of, writes
 from hethub.synthesis.capture.proof import as_it_was, prove
 from hethub.synthesis.capture.refused import (
     CONSTANT,
@@ -29,10 +29,9 @@ from hethub.synthesis.capture.refused import (
     refuse_sparse,
     refuse_update,
 )
-from hethub.synthesis.capture.whole_batch import BATCH_NORMS, DECOMPOSITIONS, normalized
-from hethub.synthesis.graph import BySamples, Graph, Operator, Ref, Tensor
+from hethub.synthesis.capture.whole_batch import BATCH_NORMS, DECOMPOSITIONS, aten, normalized
+from hethub.synthesis.graph import BySamples, Graph, Operator, Ref, Tensor, tensors_of
 
-aten: Any = torch.ops.aten
 INPUT = "input "  # begins the names of the user's inputs; no name of a module's has a space
 SAME_TENSOR = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
 PROFILER = "profiler."  # begins the keys of operators that mark a time and make no tensor
@@ -76,9 +75,7 @@ class _Tracing:
         self._mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True)
         self._samples = next((int(value.shape[0]) for value in example_inputs if value.dim()), 1)
         count = self._symbol() if is_symbol else self._samples
-        held = dict(module.named_parameters(remove_duplicate=False)) | dict(
-            module.named_buffers(remove_duplicate=False)
-        )
+        held = tensors_of(module)
         firsts = {id(value): name for name, value in reversed(held.items())}
         self._first = {name: firsts[id(value)] for name, value in held.items()}  # a tied parameter has one gradient
         unique = {name: held[name] for name in dict.fromkeys(self._first.values())}
@@ -228,11 +225,11 @@ class _Tracing:
                 builder.placeholder(node, placed[node])
             elif node.op == "get_attr":
                 constants[node.target] = value = getattr(joint, node.target)
-                refuse_sparse(f"a tensor of '{module_of(node) or 'the module itself'}'", value)
+                refuse_sparse(f"a tensor of '{module_of(node)}'", value)
                 owner = self._owners.get(value.untyped_storage()._cdata)
                 if owner is not None:
                     raise BadInput(
-                        f"'{module_of(node) or 'the module itself'}' reads '{owner}' past the module's attributes; read it in"
+                        f"'{module_of(node)}' reads '{owner}' past the module's attributes; read it in"
                         " forward as an attribute of its module (a tied weight too)."
                     )
                 builder.placeholder(node, node.target, value)
@@ -269,8 +266,7 @@ class _Tracing:
         number = int(name.removeprefix(INPUT))
         own = given[number] if number < len(given) else name
         raise BadInput(
-            f"'{module_of(node) or 'the module itself'}' writes in place ({node.target}) to the input '{own}'; clone it in"
-            " forward first."
+            f"'{module_of(node)}' writes in place ({node.target}) to the input '{own}'; clone it in forward first."
         )
 
 
@@ -338,7 +334,7 @@ class _Builder:
 
     def _operator(self, node: fx.Node) -> None:
         if writes(node):
-            raise BadInput(f"{module_of(node) or 'the module itself'}: {node.target} {CONSTANT}")
+            raise BadInput(f"{module_of(node)}: {node.target} {CONSTANT}")
         inputs: list[int] = []
 
         def ref(used: fx.Node) -> Any:
@@ -359,7 +355,7 @@ class _Builder:
         if not many:
             self.numbers[node] = outputs[0]  # type: ignore[assignment]
         module = (
-            module_of(node)
+            annotated(node) or ""
             if self.is_forward
             else next((self.modules[t] for t in inputs[::-1] if t in self.modules), "")
         )

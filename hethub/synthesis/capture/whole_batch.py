@@ -4,6 +4,7 @@ They divide by the number of samples. A rank that holds a piece of the batch wou
 up over ranks, and then divided once.
 """
 
+from math import prod
 from typing import Any
 
 import torch
@@ -87,9 +88,7 @@ def mean_dims(
     values: torch.Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     dims = dim if dim else list(range(values.dim()))
-    count = 1
-    for d in dims:
-        count *= values.shape[d]
+    count = prod(values.shape[d] for d in dims)
     return (aten.sum.dim_IntList(values, dims, keepdim, dtype=_wide(values, dtype)) / count).to(dtype or values.dtype)
 
 
