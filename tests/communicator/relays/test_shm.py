@@ -1,5 +1,6 @@
 """The shm relay alone: messages that nobody reads for a while, and a peer that never reads."""
 
+import errno
 import os
 import socket
 import threading
@@ -118,6 +119,35 @@ def test_the_end_of_a_peer_ends_the_queue(relays):
     with pytest.raises(PeerError, match="connection closed"):
         relays[0]._links[1]._make_block(1 << 20)
     assert len(os.listdir("/proc/self/fd")) < descriptors  # the peer's socket is closed, and nothing else is open
+
+
+class Limited(socket.socket):
+    """A socket that passes no descriptor before it may: the kernel limits how many of a user's are under way."""
+
+    may_pass = False
+
+    def sendmsg(self, buffers, rights=(), flags=0):
+        if rights and not self.may_pass:
+            raise OSError(errno.ETOOMANYREFS, "Too many references")
+        return super().sendmsg(buffers, rights, flags)
+
+
+def test_no_message_overtakes_one_that_waits_in_the_queue():
+    """The first message's block cannot be passed yet; what is sent after it would find room on the socket."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    limited = Limited(fileno=one.detach())
+    near = ShmRelay({1: ShmLink(limited, 1, Device(vendor="cpu"))})
+    far = ShmRelay({0: ShmLink(other, 0, Device(vendor="cpu"))})
+    sizes = [30_000, 1, 2]
+    for number, size in enumerate(sizes):
+        near.send(message(number, size), 1, tag=0)
+    limited.may_pass = True
+    for number, size in enumerate(sizes):
+        received = torch.empty(size)
+        far.receive(received, 0, tag=0).wait()
+        assert torch.equal(received, message(number, size))
+    for relay in (near, far):
+        relay.close()
 
 
 def submit_hundreds_before_the_peer_reads(world):
