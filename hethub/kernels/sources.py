@@ -53,27 +53,15 @@ __device__ inline float widen_f16(u16 x) {
     return float_of(sign | bits_of(subnormal));
 }
 
-// Rounds the magnitude `u` (a float's bits without sign) to `kept` fraction bits, nearest even, with exponents below
-// `lowest` (biased as in float) denormalised; returns the target's exponent and fraction in one integer.
-__device__ inline u32 round_magnitude(u32 u, u32 kept, u32 lowest) {
-    u32 exponent = u >> 23;
-    u32 dropped = 23u - kept;
-    if (exponent >= lowest) {
-        u32 rounded = u + ((1u << (dropped - 1u)) - 1u) + ((u >> dropped) & 1u);
-        return (rounded >> dropped) - ((lowest - 1u) << kept);
-    }
-    u32 shift = dropped + (lowest - exponent);
-    if (exponent == 0u || shift > 24u) return 0u;
-    u32 whole = (u & 0x7fffffu) | 0x800000u;
-    return (whole + ((1u << (shift - 1u)) - 1u) + ((whole >> shift) & 1u)) >> shift;
-}
-
+// Below 2^-14 the type's steps are all 2^-24, which is the step of floats at 2^-1.
 __device__ inline u16 round_to_f16(float x) {
     u32 u = bits_of(x), sign = (u >> 16) & 0x8000u;
     u &= 0x7fffffffu;
     if (u > 0x7f800000u) return (u16)(sign | 0x7e00u);
     if (u >= 0x47800000u) return (u16)(sign | 0x7c00u);  // 65536 and above
-    return (u16)(sign | round_magnitude(u, 10u, 113u));
+    u32 subnormal = bits_of(plus(float_of(u), 0.5f)) - 0x3f000000u;
+    u32 normal = ((u + 0xfffu + ((u >> 13) & 1u)) >> 13) - (112u << 10);
+    return (u16)(sign | (u < 0x38800000u ? subnormal : normal));
 }
 
 __device__ inline float widen_e4m3(u8 x) {
@@ -83,7 +71,7 @@ __device__ inline float widen_e4m3(u8 x) {
     return float_of(sign | bits_of(times((float)fraction, 0.001953125f)));  // fraction * 2^-9
 }
 
-// `x` must not exceed 448 in magnitude. Below 2^-6 the types' steps are all 2^-9, which is the step of floats at 2^14.
+// `x` must round to no more than 448 in magnitude. Below 2^-6 the type's steps are all 2^-9, that of floats at 2^14.
 __device__ inline u8 round_to_e4m3(float x) {
     u32 u = bits_of(x), sign = (u >> 24) & 0x80u;
     u &= 0x7fffffffu;
@@ -224,15 +212,16 @@ __device__ inline u32 largest_magnitude(const Values& mine) {
     return maximum;
 }
 
+// What is rounded is a block's value over its largest one, times `largest`: above that by two roundings at most.
 struct Int8 {
     __device__ static float largest() { return 127.0f; }
-    __device__ static u8 round(float x) { return (u8)(signed char)fminf(fmaxf(rintf(x), -127.0f), 127.0f); }
+    __device__ static u8 round(float x) { return (u8)(signed char)rintf(x); }
     __device__ static float widen(u8 x) { return (float)(signed char)x; }
 };
 
 struct Fp8 {
     __device__ static float largest() { return 448.0f; }
-    __device__ static u8 round(float x) { return round_to_e4m3(fminf(fmaxf(x, -448.0f), 448.0f)); }
+    __device__ static u8 round(float x) { return round_to_e4m3(x); }
     __device__ static float widen(u8 x) { return widen_e4m3(x); }
 };
 
