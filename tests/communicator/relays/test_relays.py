@@ -47,6 +47,11 @@ def test_what_is_no_choice_is_refused(near):
         RelayChoice.from_dict({"near": near, "far": [[0, "gloo"]]})
 
 
+def test_a_relay_carries_from_its_size_on():
+    carriers = Carriers(((0, "shm"), (8, "gloo")), {name: SimpleNamespace(name=name) for name in ("shm", "gloo")})
+    assert [carriers.carrier(size).name for size in (0, 7, 8, 9)] == ["shm", "shm", "gloo", "gloo"]
+
+
 def reduce_small_and_large(world):
     for size in (100, 20_000, 300_000):
         tensor = torch.full((size,), float(world.rank))
@@ -74,12 +79,20 @@ def test_stored_relays_that_cannot_be_connected_are_chosen_anew():
         assert relays["near"] == [[0, "shm"]]
 
 
+def connector(hosts):
+    rendezvous = SimpleNamespace(rank=0, size=2, launcher="torchrun")
+    return Connector(rendezvous, hosts, Device(vendor="cpu"), timeout_seconds=1.0, num_lanes=1)
+
+
+def test_shared_memory_is_refused_between_hosts():
+    with pytest.raises(BadInput, match="relay is shm, but the ranks are on several hosts"):
+        connector(["a", "b"]).choose("shm", None)
+
+
 @pytest.mark.parametrize(("hosts", "far"), [(["a", "a"], "shm"), (["a", "b"], "gloo")])
 def test_shared_memory_stored_on_one_host_is_not_taken_between_hosts(hosts, far):
     """The first run had one host and `relay: shm`."""
-    rendezvous = SimpleNamespace(rank=0, size=2, launcher="torchrun")
-    connector = Connector(rendezvous, hosts, Device(vendor="cpu"), timeout_seconds=1.0, num_lanes=1)
-    assert connector.choose("auto", RelayChoice.always("shm", "shm")) == RelayChoice.always("shm", far)
+    assert connector(hosts).choose("auto", RelayChoice.always("shm", "shm")) == RelayChoice.always("shm", far)
 
 
 def test_an_unknown_relay_is_refused():

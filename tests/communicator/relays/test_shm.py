@@ -150,6 +150,23 @@ def test_no_message_overtakes_one_that_waits_in_the_queue():
         relay.close()
 
 
+def test_who_only_sends_takes_the_blocks_that_come_back(relays):
+    before, received = mapped_blocks(), torch.empty(30_000)
+    for number in range(20):
+        relays[0].send(message(number, 30_000), 1, tag=0)
+        relays[1].receive(received, 0, tag=0).wait()
+    assert mapped_blocks() - before <= 2  # one, on both sides
+
+
+def test_what_a_peer_sent_in_a_block_before_it_left_is_read(relays):
+    """The block cannot be given back."""
+    relays[0].send(message(7, 30_000), 1, tag=0)
+    relays[0].close()
+    received = torch.empty(30_000)
+    relays[1].receive(received, 0, tag=0).wait()
+    assert torch.equal(received, message(7, 30_000))
+
+
 def submit_hundreds_before_the_peer_reads(world):
     """Rank 0 broadcasts far ahead of a rank that waits for something else first."""
     store = world._context.rendezvous.store
