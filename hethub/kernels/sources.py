@@ -107,16 +107,12 @@ template <bool reads> struct Function { static const bool reads_out = reads; };
 struct AddBf16 : Function<true> { __device__ float operator()(float a, u16 x) const { return plus(a, widen_bf16(x)); } };
 struct AddF16 : Function<true> { __device__ float operator()(float a, u16 x) const { return plus(a, widen_f16(x)); } };
 struct AddF32 : Function<true> { __device__ float operator()(float a, float x) const { return plus(a, x); } };
-struct WidenBf16 : Function<false> { __device__ float operator()(float, u16 x) const { return widen_bf16(x); } };
-struct WidenF16 : Function<false> { __device__ float operator()(float, u16 x) const { return widen_f16(x); } };
 struct RoundBf16 : Function<false> { __device__ u16 operator()(u16, float x) const { return round_to_bf16(x); } };
 struct RoundF16 : Function<false> { __device__ u16 operator()(u16, float x) const { return round_to_f16(x); } };
 
 extern "C" __global__ void add_bf16(float* sum, const u16* x, u64 n) { each(sum, x, n, AddBf16()); }
 extern "C" __global__ void add_f16(float* sum, const u16* x, u64 n) { each(sum, x, n, AddF16()); }
 extern "C" __global__ void add_f32(float* sum, const float* x, u64 n) { each(sum, x, n, AddF32()); }
-extern "C" __global__ void widen_bf16_all(float* out, const u16* x, u64 n) { each(out, x, n, WidenBf16()); }
-extern "C" __global__ void widen_f16_all(float* out, const u16* x, u64 n) { each(out, x, n, WidenF16()); }
 extern "C" __global__ void round_bf16_all(u16* out, const float* x, u64 n) { each(out, x, n, RoundBf16()); }
 extern "C" __global__ void round_f16_all(u16* out, const float* x, u64 n) { each(out, x, n, RoundF16()); }
 
@@ -233,7 +229,7 @@ template <class Type> __device__ inline void quantise(u8* out, float* scales, co
         u32 maximum = largest_magnitude(mine);
         bool finite = maximum < 0x7f800000u, vanishes = maximum < SMALLEST_MAXIMUM;
         float scale = vanishes ? 1.0f : float_of(maximum) / Type::largest();
-        float inverse = vanishes || !finite ? 0.0f : Type::largest() / float_of(maximum);
+        float inverse = vanishes ? 0.0f : Type::largest() / float_of(maximum);
         u8 bytes[PER_THREAD];
         for (u32 k = 0; k < PER_THREAD; k++) bytes[k] = Type::round(finite ? times(mine.v[k], inverse) : 0.0f);
         store_block(out, bytes, block * BLOCK, n);
@@ -284,8 +280,6 @@ NAMES = (
     "add_bf16",
     "add_f16",
     "add_f32",
-    "widen_bf16_all",
-    "widen_f16_all",
     "round_bf16_all",
     "round_f16_all",
     "pack",
