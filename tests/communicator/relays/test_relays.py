@@ -14,6 +14,7 @@ from hethub.communicator.counters import Counters
 from hethub.communicator.relays import choice
 from hethub.communicator.relays.choice import Carriers, RelayChoice, faster_by_size
 from hethub.communicator.relays.connection import Connector
+from hethub.communicator.relays.gloo import Striped, gloo_reason
 from hethub.communicator.relays.mpi import MpiRelay, ask_open_mpi, is_gpu_aware
 from hethub.communicator.relays.relay import PeerError
 from hethub.kernels.device import Device
@@ -170,6 +171,27 @@ def test_memory_that_mpi_may_still_write_to_is_held(arrives):
     del tensor, transfer
     gc.collect()
     assert (held() is None) == arrives
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("[/a/unbound_buffer.cc:81] Timed out waiting 1000ms for recv to complete", "no answer within the timeout"),
+        ("[/a/pair.cc:553] Connection closed by peer [127.0.0.1]:4321", "connection closed"),
+        ("[/a/pair.cc:553] Read error [127.0.0.1]:4321: Connection reset by peer", "connection closed"),
+        ("[/a/pair.cc:553] Write error [127.0.0.1]:4321: Broken pipe", "connection closed"),
+        ("[/a/pair.cc:41] Application timeout caused pair closure", "communication was given up on this rank"),
+        ("[/a/pair.cc:9] no room. This is most likely a bug", "no room"),
+    ],
+)
+def test_what_gloo_says_in_a_clause(said, reason):
+    assert gloo_reason(RuntimeError(said)) == reason
+
+
+def test_a_message_in_stripes_is_waited_for_whole():
+    waited = []
+    Striped([SimpleNamespace(wait=lambda lane=lane: waited.append(lane)) for lane in range(3)]).wait()
+    assert waited == [0, 1, 2]
 
 
 def links(number):

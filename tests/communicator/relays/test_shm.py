@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import prepare_by_ranges, reduce_scatter_by_ranges
-from hethub.communicator.relays import shm
+from hethub.communicator.relays import shm, shm_connection
 from hethub.communicator.relays.relay import PeerError
 from hethub.communicator.relays.shm import ShmLink, ShmRelay
+from hethub.communicator.relays.shm_connection import connect_same_host
 from hethub.kernels.device import Device
 from hethub.spec.ranges import Range
 from tests.support.ranks import run_ranks
@@ -185,6 +187,15 @@ def submit_hundreds_before_the_peer_reads(world):
 
 def test_a_rank_may_run_hundreds_of_broadcasts_ahead():
     assert all(run_ranks(2, submit_hundreds_before_the_peer_reads, islands=[[0], [1]], timeout_seconds=60))
+
+
+@pytest.mark.parametrize(("failure", "error"), [(None, TimeoutError), ("rank 1 failed: on purpose", ConnectionError)])
+def test_a_rank_of_the_host_that_never_comes_is_not_waited_for_without_end(monkeypatch, failure, error):
+    monkeypatch.setattr(shm_connection, "_LOOK_SECONDS", 0.1)
+    watch = SimpleNamespace(liveness=SimpleNamespace(failure=failure))
+    rendezvous = SimpleNamespace(rank=0, store=dist.HashStore(), token="t", watch=watch)
+    with pytest.raises(error, match=failure):
+        connect_same_host(rendezvous, ["here", "here"], 0.25, Device(vendor="cpu"))
 
 
 def mapped_blocks():
