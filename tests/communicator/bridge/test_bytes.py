@@ -88,6 +88,7 @@ def test_bench_measures_every_path():
     assert {row["operation"] for row in rows} == {"all_reduce", "all_gather", "reduce_scatter", "send_receive"}
     large = [row for row in rows if row["bridge_bytes_over_bound"] is not None and row["bytes"] == 1 << 20]
     assert [row["bridge_bytes_over_bound"] for row in large] == [1.0]
+    assert all(row["bytes_per_second"] == row["bytes"] / row["seconds"] for row in rows)
     bounded = [(row["operation"], row["path"], row["bytes"]) for row in rows if row["bound_seconds"] is not None]
     assert bounded == [("all_reduce", "world", 4096), ("all_reduce", "world", 1 << 20)]
 
@@ -110,6 +111,7 @@ def test_bench_leaves_out_the_first_call_and_gives_legs_per_call(monkeypatch):
     def call():
         now[0] += 1.0 if now[0] else 100.0
 
+    assert bench._slowest([[1.0, 5.0, 2.0], [4.0, 2.0, 3.0]]) == 4.0
     assert bench._timed(SimpleNamespace(device=Device(vendor="cpu")), call, 3) == [1.0] * 3
     rows = [
         {"calls": 3, "legs": {"wire": 6.0, "add": 1.0}},
