@@ -129,6 +129,12 @@ def test_the_bound_in_seconds_moves_the_least_bytes(islands):
     assert len(set(of_island)) == 1
 
 
+def test_two_islands_tell_each_other_their_partials_and_no_totals():
+    islands = [[0, 1], [2]]
+    route = all_reduce_route(islands, island_parts(islands, Range(0, 10)), 0)
+    assert (route.returns, route.returned) == (False, [])
+
+
 def more_than_2_gib(world):
     tensor = torch.zeros(2**31 + 1, dtype=torch.uint8)
     tensor[-1] = world.rank + 1

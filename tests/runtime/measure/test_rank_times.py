@@ -9,6 +9,7 @@ from hethub.runtime.measure.measured_speeds import STEPS, MeasuredSpeeds, estima
 from hethub.runtime.measure.rank_times import PASSES, RankTimes, planned_seconds
 from hethub.spec.layout.execution import Kind
 from tests.support.emulated import layout
+from tests.support.job_files import STAGES
 
 
 def test_layers_and_ends_add_up_to_the_predicted_microbatch():
@@ -37,6 +38,13 @@ def test_a_slowdown_slows_all_that_a_rank_computes():
         assert 0 < slow.layer(kind, 1, 2) == pytest.approx(1.5 * plain.layer(kind, 1, 2))
     assert slow.optimizer(1000) == pytest.approx(1.5 * plain.optimizer(1000))
     assert plain.optimizer(0) == 0.0
+
+
+def test_a_rank_computes_its_share_of_the_tensors():
+    unequal = {"ranks": [0, 1], "micro_batch": 4, "samples": 8, "tensor_shares": [5, 3]}
+    stages = [{"layers": [[0, 2]], "replicas": [unequal]}, STAGES[1]]
+    larger, smaller, *_ = planned_seconds(layout(stages), None)
+    assert larger[Kind.FORWARD] > smaller[Kind.FORWARD]
 
 
 def test_planned_work_is_that_of_all_microbatches_times_what_is_known():
