@@ -8,7 +8,7 @@ from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.runtime.measure.measured_speeds import STEPS, MeasuredSpeeds, estimated
 from hethub.runtime.measure.rank_times import PASSES, RankTimes, planned_seconds
 from hethub.spec.layout.execution import Kind
-from tests.support.emulated import layout
+from tests.support.emulated import EMULATED, layout
 from tests.support.job_files import STAGES
 
 
@@ -45,6 +45,14 @@ def test_a_rank_computes_its_share_of_the_tensors():
     stages = [{"layers": [[0, 2]], "replicas": [unequal]}, STAGES[1]]
     larger, smaller, *_ = planned_seconds(layout(stages), None)
     assert larger[Kind.FORWARD] > smaller[Kind.FORWARD]
+
+
+def test_copies_that_pass_each_other_share_what_a_host_carries():
+    stages = [{**stage, "offload": ["optimizer"]} for stage in STAGES]
+    limited = {**EMULATED, "links": {"staging": {"per_host_gbytes_per_second": 1}}}
+    costs = PlanCosts(layout(stages, limited), HETHUB, packaged())
+    times = RankTimes(costs, costs.layout.assignments[0])
+    assert times.host_passing_seconds_per_byte == pytest.approx(2 * times.host_seconds_per_byte)
 
 
 def test_planned_work_is_that_of_all_microbatches_times_what_is_known():
