@@ -38,7 +38,7 @@ def kernels_for(device: Device) -> TorchKernels:
 def hip_runtimes(maps: Path = Path("/proc/self/maps")) -> set[str]:
     """The HIP runtimes that this process has loaded: torch's wheel brings one, and CuPy's takes the machine's. A stream is an
     object of the runtime that has made it."""
-    paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
+    paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()}
     return {path for path in paths if Path(path).name.startswith("libamdhip64.so")}
 
 
@@ -71,19 +71,14 @@ class CompiledKernels(TorchKernels):
         return self._move("unpack", tensors, flat)
 
     def add(self, total: torch.Tensor, part: torch.Tensor) -> None:
-        if not self._holds(total) or total.dtype != torch.float32 or part.dtype not in _SUFFIX:
+        if not self._holds(total):
             return super().add(total, part)
         return self._launch(f"add_{_SUFFIX[part.dtype]}", total.numel(), total, part)
 
     def cast(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        narrow, wide = _SUFFIX.get(out.dtype), _SUFFIX.get(source.dtype)
-        if not self._holds(out) or source.dtype == out.dtype or narrow is None or wide is None:
+        if not self._holds(out) or source.dtype == out.dtype or out.dtype not in _SUFFIX:
             return super().cast(source, out)
-        if out.dtype == torch.float32:
-            return self._launch(f"widen_{wide}_all", out.numel(), out, source)
-        if source.dtype == torch.float32:
-            return self._launch(f"round_{narrow}_all", out.numel(), out, source)
-        return super().cast(source, out)
+        return self._launch(f"round_{_SUFFIX[out.dtype]}_all", out.numel(), out, source)
 
     def quantise(self, source: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
         if not self._holds(source):

@@ -31,7 +31,7 @@ class TorchKernels:
         total.add_(part)
 
     def cast(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """`out` becomes `source` in out's type, rounded to nearest even."""
+        """`out` becomes `source` (of its type, or fp32) in out's type, rounded to nearest even."""
         out.copy_(source)
 
     def quantise(self, source: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:

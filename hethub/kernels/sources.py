@@ -53,27 +53,15 @@ __device__ inline float widen_f16(u16 x) {
     return float_of(sign | bits_of(subnormal));
 }
 
-// Rounds the magnitude `u` (a float's bits without sign) to `kept` fraction bits, nearest even, with exponents below
-// `lowest` (biased as in float) denormalised; returns the target's exponent and fraction in one integer.
-__device__ inline u32 round_magnitude(u32 u, u32 kept, u32 lowest) {
-    u32 exponent = u >> 23;
-    u32 dropped = 23u - kept;
-    if (exponent >= lowest) {
-        u32 rounded = u + ((1u << (dropped - 1u)) - 1u) + ((u >> dropped) & 1u);
-        return (rounded >> dropped) - ((lowest - 1u) << kept);
-    }
-    u32 shift = dropped + (lowest - exponent);
-    if (exponent == 0u || shift > 24u) return 0u;
-    u32 whole = (u & 0x7fffffu) | 0x800000u;
-    return (whole + ((1u << (shift - 1u)) - 1u) + ((whole >> shift) & 1u)) >> shift;
-}
-
+// Below 2^-14 the type's steps are all 2^-24, which is the step of floats at 2^-1.
 __device__ inline u16 round_to_f16(float x) {
     u32 u = bits_of(x), sign = (u >> 16) & 0x8000u;
     u &= 0x7fffffffu;
     if (u > 0x7f800000u) return (u16)(sign | 0x7e00u);
     if (u >= 0x47800000u) return (u16)(sign | 0x7c00u);  // 65536 and above
-    return (u16)(sign | round_magnitude(u, 10u, 113u));
+    u32 subnormal = bits_of(plus(float_of(u), 0.5f)) - 0x3f000000u;
+    u32 normal = ((u + 0xfffu + ((u >> 13) & 1u)) >> 13) - (112u << 10);
+    return (u16)(sign | (u < 0x38800000u ? subnormal : normal));
 }
 
 __device__ inline float widen_e4m3(u8 x) {
@@ -83,7 +71,7 @@ __device__ inline float widen_e4m3(u8 x) {
     return float_of(sign | bits_of(times((float)fraction, 0.001953125f)));  // fraction * 2^-9
 }
 
-// `x` must not exceed 448 in magnitude. Below 2^-6 the types' steps are all 2^-9, which is the step of floats at 2^14.
+// `x` must round to no more than 448 in magnitude. Below 2^-6 the type's steps are all 2^-9, that of floats at 2^14.
 __device__ inline u8 round_to_e4m3(float x) {
     u32 u = bits_of(x), sign = (u >> 24) & 0x80u;
     u &= 0x7fffffffu;
@@ -119,16 +107,12 @@ template <bool reads> struct Function { static const bool reads_out = reads; };
 struct AddBf16 : Function<true> { __device__ float operator()(float a, u16 x) const { return plus(a, widen_bf16(x)); } };
 struct AddF16 : Function<true> { __device__ float operator()(float a, u16 x) const { return plus(a, widen_f16(x)); } };
 struct AddF32 : Function<true> { __device__ float operator()(float a, float x) const { return plus(a, x); } };
-struct WidenBf16 : Function<false> { __device__ float operator()(float, u16 x) const { return widen_bf16(x); } };
-struct WidenF16 : Function<false> { __device__ float operator()(float, u16 x) const { return widen_f16(x); } };
 struct RoundBf16 : Function<false> { __device__ u16 operator()(u16, float x) const { return round_to_bf16(x); } };
 struct RoundF16 : Function<false> { __device__ u16 operator()(u16, float x) const { return round_to_f16(x); } };
 
 extern "C" __global__ void add_bf16(float* sum, const u16* x, u64 n) { each(sum, x, n, AddBf16()); }
 extern "C" __global__ void add_f16(float* sum, const u16* x, u64 n) { each(sum, x, n, AddF16()); }
 extern "C" __global__ void add_f32(float* sum, const float* x, u64 n) { each(sum, x, n, AddF32()); }
-extern "C" __global__ void widen_bf16_all(float* out, const u16* x, u64 n) { each(out, x, n, WidenBf16()); }
-extern "C" __global__ void widen_f16_all(float* out, const u16* x, u64 n) { each(out, x, n, WidenF16()); }
 extern "C" __global__ void round_bf16_all(u16* out, const float* x, u64 n) { each(out, x, n, RoundBf16()); }
 extern "C" __global__ void round_f16_all(u16* out, const float* x, u64 n) { each(out, x, n, RoundF16()); }
 
@@ -224,15 +208,16 @@ __device__ inline u32 largest_magnitude(const Values& mine) {
     return maximum;
 }
 
+// What is rounded is a block's value over its largest one, times `largest`: above that by two roundings at most.
 struct Int8 {
     __device__ static float largest() { return 127.0f; }
-    __device__ static u8 round(float x) { return (u8)(signed char)fminf(fmaxf(rintf(x), -127.0f), 127.0f); }
+    __device__ static u8 round(float x) { return (u8)(signed char)rintf(x); }
     __device__ static float widen(u8 x) { return (float)(signed char)x; }
 };
 
 struct Fp8 {
     __device__ static float largest() { return 448.0f; }
-    __device__ static u8 round(float x) { return round_to_e4m3(fminf(fmaxf(x, -448.0f), 448.0f)); }
+    __device__ static u8 round(float x) { return round_to_e4m3(x); }
     __device__ static float widen(u8 x) { return widen_e4m3(x); }
 };
 
@@ -244,7 +229,7 @@ template <class Type> __device__ inline void quantise(u8* out, float* scales, co
         u32 maximum = largest_magnitude(mine);
         bool finite = maximum < 0x7f800000u, vanishes = maximum < SMALLEST_MAXIMUM;
         float scale = vanishes ? 1.0f : float_of(maximum) / Type::largest();
-        float inverse = vanishes || !finite ? 0.0f : Type::largest() / float_of(maximum);
+        float inverse = vanishes ? 0.0f : Type::largest() / float_of(maximum);
         u8 bytes[PER_THREAD];
         for (u32 k = 0; k < PER_THREAD; k++) bytes[k] = Type::round(finite ? times(mine.v[k], inverse) : 0.0f);
         store_block(out, bytes, block * BLOCK, n);
@@ -295,8 +280,6 @@ NAMES = (
     "add_bf16",
     "add_f16",
     "add_f32",
-    "widen_bf16_all",
-    "widen_f16_all",
     "round_bf16_all",
     "round_f16_all",
     "pack",

@@ -108,3 +108,15 @@ def test_a_group_made_anew_under_a_name_has_its_own_counts():
         ],
         "links": [{"group": "a name", "peer": 1, "relay": "shm", "level": "bridge", "messages": 1, "bytes": 2}],
     }
+
+
+def sent_over_the_bridge_by_a_pair(world):
+    pair, before = world.group([1, 2]), world._context.counters.bridge_bytes()
+    if pair is not None:
+        dist.all_reduce(torch.ones(10), group=pair)
+    return world._context.counters.bridge_bytes() - before
+
+
+def test_what_a_group_sends_to_another_island_is_counted_as_such():
+    """Rank 2 is the group's rank 1, and rank 1 its rank 0."""
+    assert run_ranks(4, sent_over_the_bridge_by_a_pair, islands=[[0, 1], [2, 3]]) == [0, 40, 40, 0]

@@ -251,6 +251,8 @@ def test_strangers_are_few_and_do_not_stay(job, monkeypatch):
 
 
 def test_no_descriptor_left_is_no_end_of_the_hub(job):
+    stranger, _ = job.knock()
+    stranger.settimeout(hub_module.HELLO_SECONDS / 2)  # after all of it who says nothing is hung up on, too
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     waiting = [socket.socket() for _ in range(3)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(each.fileno() for each in waiting) + 1, hard))
@@ -261,10 +263,10 @@ def test_no_descriptor_left_is_no_end_of_the_hub(job):
     try:
         for each in waiting:
             each.connect(("127.0.0.1", job.hub.port))
-        time.sleep(0.5)
+        assert stranger.recv(1) == b""  # it makes room
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for each in (*waiting, *held):
+        for each in (stranger, *waiting, *held):
             each.close()
     check_alive(job)
 

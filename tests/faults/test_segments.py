@@ -2,14 +2,24 @@
 
 import mmap
 import os
+import shutil
 import signal
 import socket
 import tempfile
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from hethub.communicator.joining.segments import SHARED_MEMORY, remove_dead_segments
+from hethub.communicator.joining import segments as segments_module
+from hethub.communicator.joining.segments import (
+    BACKING_VARIABLE,
+    SHARED_MEMORY,
+    leave_segments,
+    place_segments,
+    remove_dead_segments,
+)
 from tests.support.command import needs_mpirun, start_mpirun
 from tests.support.job_files import write_pair_job
 from tests.support.privileges import SMALL_SHARED_MEMORY, needs_mounts
@@ -56,6 +66,40 @@ def test_folders_that_jobs_have_left_go_with_their_segments(tmp_path):
     assert not left.exists()
     assert not empty.exists()
     assert all(path.exists() for path in (alive / name, young, other / name))
+
+
+def test_what_another_owns_stays_whatever_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    path = tmp_path / f"sm_segment.{socket.gethostname()}.{os.getuid()}.5e560001.0"
+    path.write_bytes(b"0")
+    os.utime(path, (time.time() - 3600,) * 2)
+    assert remove_dead_segments([tmp_path]) == []
+    assert path.exists()
+
+
+@pytest.mark.parametrize(("free", "place"), [(1 << 30, "shm"), (0, "tmp")])
+def test_a_job_shares_memory_in_a_folder_of_its_own_where_there_is_room(tmp_path, monkeypatch, free, place):
+    for name in ("shm", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(segments_module, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setenv(BACKING_VARIABLE, "")
+    monkeypatch.delenv(BACKING_VARIABLE)
+    place_segments(local_rank=0, local_size=2, job="a")
+    folder = Path(os.environ[BACKING_VARIABLE])
+    assert folder.parent == tmp_path / place
+    assert folder.is_dir()
+    leave_segments()
+    assert not folder.exists()
+
+
+def test_where_the_user_has_memory_shared_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv(BACKING_VARIABLE, str(tmp_path))
+    place_segments(local_rank=0, local_size=2, job="a")
+    assert os.environ[BACKING_VARIABLE] == str(tmp_path)
+    leave_segments()
+    assert tmp_path.exists()
 
 
 @needs_mpirun

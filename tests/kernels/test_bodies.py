@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hethub.kernels import bodies
-from hethub.kernels.bodies import Body, choose, traced
+from hethub.kernels.bodies import Body, choose, traced, uncompiled
 from hethub.runtime.model import layers, loss, rope
 from hethub.runtime.model.stage import llama_layer
 from hethub.runtime.model.tensor_parallel import TensorGroup
@@ -53,6 +53,18 @@ def test_a_cpu_runs_bodies_as_they_stand_unless_it_is_asked(monkeypatch: pytest.
     assert_close(x, torch.full_like(x, 4.0))
 
 
+def test_bodies_are_compiled_again_behind_what_runs_them_as_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, tensors: made.append(tensors) or graph)
+    choose(True)
+    body, x = Body(lambda x: x + 1), torch.ones(3)
+    with uncompiled():
+        assert_close(body(x), x + 1)
+    assert not made
+    assert_close(body(x), x + 1)  # one result, as the function gives it
+    assert made
+
+
 def test_without_a_compiler_one_line_says_so_and_everything_runs_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -67,6 +79,18 @@ def test_without_a_compiler_one_line_says_so_and_everything_runs_on(
     assert "Inductor does not work here" in record.getMessage()
     assert "\n" not in record.getMessage()
     assert not bodies.compiles_on(x.device)
+
+
+def test_the_line_is_the_first_that_says_anything(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("\n  no compiler\nfound")
+
+    monkeypatch.setattr(torch._inductor, "compile", fail)
+    choose(True)
+    Body(twice_and_sum)(torch.ones(3), 2.0)
+    assert caplog.messages[-1].endswith(": no compiler")
 
 
 ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")

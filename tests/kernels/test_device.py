@@ -45,9 +45,10 @@ def test_which_device_a_rank_drives(monkeypatch, count, visible, local_rank, ind
     assert choose_device(local_rank, 4 if visible or count > 1 else 1).index == index
 
 
-def test_more_ranks_than_devices_is_an_error_that_counts_them(monkeypatch):
-    pretend_gpus(monkeypatch, 2, None)
-    with pytest.raises(BadInput, match="local rank 2 of 4 has no device: torch sees 2"):
+@pytest.mark.parametrize("count", [1, 2])
+def test_more_ranks_than_devices_is_an_error_that_counts_them(monkeypatch, count):
+    pretend_gpus(monkeypatch, count, None)
+    with pytest.raises(BadInput, match=f"local rank 2 of 4 has no device: torch sees {count}"):
         choose_device(2, 4)
 
 
@@ -91,6 +92,20 @@ class FakeCard(Device):
 def test_the_first_visible_devices_variable_counts():
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "1", "ROCR_VISIBLE_DEVICES": "0,2"}) == ["0", "2"]
     assert visible_devices({}) is None
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == []
+
+
+def test_a_gpu_without_bfloat16_computes_in_other_types(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: including_emulation)
+    card = Device(vendor="nvidia")
+    assert [card.supports(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [False, True, True]
+
+
+def test_memory_that_the_allocator_has_cached_is_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 70)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: 30)
+    assert Device(vendor="amd").free_memory_bytes() == 140
 
 
 class Broken(ModuleType):

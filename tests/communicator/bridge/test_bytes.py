@@ -88,6 +88,7 @@ def test_bench_measures_every_path():
     assert {row["operation"] for row in rows} == {"all_reduce", "all_gather", "reduce_scatter", "send_receive"}
     large = [row for row in rows if row["bridge_bytes_over_bound"] is not None and row["bytes"] == 1 << 20]
     assert [row["bridge_bytes_over_bound"] for row in large] == [1.0]
+    assert all(row["bytes_per_second"] == row["bytes"] / row["seconds"] for row in rows)
     bounded = [(row["operation"], row["path"], row["bytes"]) for row in rows if row["bound_seconds"] is not None]
     assert bounded == [("all_reduce", "world", 4096), ("all_reduce", "world", 1 << 20)]
 
@@ -110,6 +111,7 @@ def test_bench_leaves_out_the_first_call_and_gives_legs_per_call(monkeypatch):
     def call():
         now[0] += 1.0 if now[0] else 100.0
 
+    assert bench._slowest([[1.0, 5.0, 2.0], [4.0, 2.0, 3.0]]) == 4.0
     assert bench._timed(SimpleNamespace(device=Device(vendor="cpu")), call, 3) == [1.0] * 3
     rows = [
         {"calls": 3, "legs": {"wire": 6.0, "add": 1.0}},
@@ -125,6 +127,12 @@ def test_the_bound_in_seconds_moves_the_least_bytes(islands):
     assert sum(messages.values()) == lower_bound_bridge_elements(islands, 1200)
     of_island = [sum(size for (sender, _), size in messages.items() if sender in island) for island in islands]
     assert len(set(of_island)) == 1
+
+
+def test_two_islands_tell_each_other_their_partials_and_no_totals():
+    islands = [[0, 1], [2]]
+    route = all_reduce_route(islands, island_parts(islands, Range(0, 10)), 0)
+    assert (route.returns, route.returned) == (False, [])
 
 
 def more_than_2_gib(world):

@@ -258,3 +258,13 @@ def many_out_of_order(world):
 
 def test_many_operations_waited_for_out_of_order():
     assert run_ranks(4, many_out_of_order, islands=[[0, 1], [2, 3]])[1] == 40
+
+
+def scatter_and_look_at_the_input(world):
+    given = torch.arange(300_000.0) + world.rank
+    dist.reduce_scatter_tensor(torch.empty(100_000), given)
+    return torch.equal(given, torch.arange(300_000.0) + world.rank)
+
+
+def test_a_reduce_scatter_leaves_its_input_as_it_was():
+    assert all(run_ranks(3, scatter_and_look_at_the_input, islands=[[0, 1], [2]]))

@@ -14,6 +14,7 @@ from hethub.communicator.counters import Counters
 from hethub.communicator.relays import choice
 from hethub.communicator.relays.choice import Carriers, RelayChoice, faster_by_size
 from hethub.communicator.relays.connection import Connector
+from hethub.communicator.relays.gloo import Striped, gloo_reason
 from hethub.communicator.relays.mpi import MpiRelay, ask_open_mpi, is_gpu_aware
 from hethub.communicator.relays.relay import PeerError
 from hethub.kernels.device import Device
@@ -47,6 +48,11 @@ def test_what_is_no_choice_is_refused(near):
         RelayChoice.from_dict({"near": near, "far": [[0, "gloo"]]})
 
 
+def test_a_relay_carries_from_its_size_on():
+    carriers = Carriers(((0, "shm"), (8, "gloo")), {name: SimpleNamespace(name=name) for name in ("shm", "gloo")})
+    assert [carriers.carrier(size).name for size in (0, 7, 8, 9)] == ["shm", "shm", "gloo", "gloo"]
+
+
 def reduce_small_and_large(world):
     for size in (100, 20_000, 300_000):
         tensor = torch.full((size,), float(world.rank))
@@ -74,12 +80,20 @@ def test_stored_relays_that_cannot_be_connected_are_chosen_anew():
         assert relays["near"] == [[0, "shm"]]
 
 
+def connector(hosts):
+    rendezvous = SimpleNamespace(rank=0, size=2, launcher="torchrun")
+    return Connector(rendezvous, hosts, Device(vendor="cpu"), timeout_seconds=1.0, num_lanes=1)
+
+
+def test_shared_memory_is_refused_between_hosts():
+    with pytest.raises(BadInput, match="relay is shm, but the ranks are on several hosts"):
+        connector(["a", "b"]).choose("shm", None)
+
+
 @pytest.mark.parametrize(("hosts", "far"), [(["a", "a"], "shm"), (["a", "b"], "gloo")])
 def test_shared_memory_stored_on_one_host_is_not_taken_between_hosts(hosts, far):
     """The first run had one host and `relay: shm`."""
-    rendezvous = SimpleNamespace(rank=0, size=2, launcher="torchrun")
-    connector = Connector(rendezvous, hosts, Device(vendor="cpu"), timeout_seconds=1.0, num_lanes=1)
-    assert connector.choose("auto", RelayChoice.always("shm", "shm")) == RelayChoice.always("shm", far)
+    assert connector(hosts).choose("auto", RelayChoice.always("shm", "shm")) == RelayChoice.always("shm", far)
 
 
 def test_an_unknown_relay_is_refused():
@@ -157,6 +171,27 @@ def test_memory_that_mpi_may_still_write_to_is_held(arrives):
     del tensor, transfer
     gc.collect()
     assert (held() is None) == arrives
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("[/a/unbound_buffer.cc:81] Timed out waiting 1000ms for recv to complete", "no answer within the timeout"),
+        ("[/a/pair.cc:553] Connection closed by peer [127.0.0.1]:4321", "connection closed"),
+        ("[/a/pair.cc:553] Read error [127.0.0.1]:4321: Connection reset by peer", "connection closed"),
+        ("[/a/pair.cc:553] Write error [127.0.0.1]:4321: Broken pipe", "connection closed"),
+        ("[/a/pair.cc:41] Application timeout caused pair closure", "communication was given up on this rank"),
+        ("[/a/pair.cc:9] no room. This is most likely a bug", "no room"),
+    ],
+)
+def test_what_gloo_says_in_a_clause(said, reason):
+    assert gloo_reason(RuntimeError(said)) == reason
+
+
+def test_a_message_in_stripes_is_waited_for_whole():
+    waited = []
+    Striped([SimpleNamespace(wait=lambda lane=lane: waited.append(lane)) for lane in range(3)]).wait()
+    assert waited == [0, 1, 2]
 
 
 def links(number):

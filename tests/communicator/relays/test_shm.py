@@ -1,10 +1,12 @@
 """The shm relay alone: messages that nobody reads for a while, and a peer that never reads."""
 
+import errno
 import os
 import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -12,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import prepare_by_ranges, reduce_scatter_by_ranges
-from hethub.communicator.relays import shm
+from hethub.communicator.relays import shm, shm_connection
 from hethub.communicator.relays.relay import PeerError
 from hethub.communicator.relays.shm import ShmLink, ShmRelay
+from hethub.communicator.relays.shm_connection import connect_same_host
 from hethub.kernels.device import Device
 from hethub.spec.ranges import Range
 from tests.support.ranks import run_ranks
@@ -120,6 +123,52 @@ def test_the_end_of_a_peer_ends_the_queue(relays):
     assert len(os.listdir("/proc/self/fd")) < descriptors  # the peer's socket is closed, and nothing else is open
 
 
+class Limited(socket.socket):
+    """A socket that passes no descriptor before it may: the kernel limits how many of a user's are under way."""
+
+    may_pass = False
+
+    def sendmsg(self, buffers, rights=(), flags=0):
+        if rights and not self.may_pass:
+            raise OSError(errno.ETOOMANYREFS, "Too many references")
+        return super().sendmsg(buffers, rights, flags)
+
+
+def test_no_message_overtakes_one_that_waits_in_the_queue():
+    """The first message's block cannot be passed yet; what is sent after it would find room on the socket."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    limited = Limited(fileno=one.detach())
+    near = ShmRelay({1: ShmLink(limited, 1, Device(vendor="cpu"))})
+    far = ShmRelay({0: ShmLink(other, 0, Device(vendor="cpu"))})
+    sizes = [30_000, 1, 2]
+    for number, size in enumerate(sizes):
+        near.send(message(number, size), 1, tag=0)
+    limited.may_pass = True
+    for number, size in enumerate(sizes):
+        received = torch.empty(size)
+        far.receive(received, 0, tag=0).wait()
+        assert torch.equal(received, message(number, size))
+    for relay in (near, far):
+        relay.close()
+
+
+def test_who_only_sends_takes_the_blocks_that_come_back(relays):
+    before, received = mapped_blocks(), torch.empty(30_000)
+    for number in range(20):
+        relays[0].send(message(number, 30_000), 1, tag=0)
+        relays[1].receive(received, 0, tag=0).wait()
+    assert mapped_blocks() - before <= 2  # one, on both sides
+
+
+def test_what_a_peer_sent_in_a_block_before_it_left_is_read(relays):
+    """The block cannot be given back."""
+    relays[0].send(message(7, 30_000), 1, tag=0)
+    relays[0].close()
+    received = torch.empty(30_000)
+    relays[1].receive(received, 0, tag=0).wait()
+    assert torch.equal(received, message(7, 30_000))
+
+
 def submit_hundreds_before_the_peer_reads(world):
     """Rank 0 broadcasts far ahead of a rank that waits for something else first."""
     store = world._context.rendezvous.store
@@ -138,6 +187,15 @@ def submit_hundreds_before_the_peer_reads(world):
 
 def test_a_rank_may_run_hundreds_of_broadcasts_ahead():
     assert all(run_ranks(2, submit_hundreds_before_the_peer_reads, islands=[[0], [1]], timeout_seconds=60))
+
+
+@pytest.mark.parametrize(("failure", "error"), [(None, TimeoutError), ("rank 1 failed: on purpose", ConnectionError)])
+def test_a_rank_of_the_host_that_never_comes_is_not_waited_for_without_end(monkeypatch, failure, error):
+    monkeypatch.setattr(shm_connection, "_LOOK_SECONDS", 0.1)
+    watch = SimpleNamespace(liveness=SimpleNamespace(failure=failure))
+    rendezvous = SimpleNamespace(rank=0, store=dist.HashStore(), token="t", watch=watch)
+    with pytest.raises(error, match=failure):
+        connect_same_host(rendezvous, ["here", "here"], 0.25, Device(vendor="cpu"))
 
 
 def mapped_blocks():

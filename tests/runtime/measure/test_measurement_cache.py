@@ -1,11 +1,15 @@
 """What a rank measured is remembered for its device and versions, whole or not at all."""
 
 import json
+import platform
+from pathlib import Path
 
 import pytest
+import torch
 
+import hethub
 from hethub.kernels.device import Device
-from hethub.runtime.measure.measurement_cache import MeasurementCache
+from hethub.runtime.measure.measurement_cache import MeasurementCache, cache_folder, device_name
 from hethub.spec.errors import BadInput
 from hethub.spec.job import TrainSpec
 from tests.support.curves import TINY, curve
@@ -28,12 +32,57 @@ def test_what_was_measured_is_remembered(cache):
     assert MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 0, 2, 0.5).load() is None  # nor as much of its memory
 
 
-def test_measurements_by_another_version_do_not_count(cache):
+@pytest.mark.parametrize(
+    ("model", "train"),
+    [
+        (TINY.replace(name="other"), TRAIN),
+        (TINY, TRAIN.replace(precision="bf16")),
+        (TINY, TRAIN.replace(seq_len=64)),
+    ],
+)
+def test_measurements_of_other_jobs_lie_side_by_side(cache, model, train):
     cache.save(curve(1.0))
-    data = json.loads(cache.path.read_text())
-    data["facts"]["torch"] = "1.0"
-    cache.path.write_text(json.dumps(data))
-    assert cache.load() is None
+    other = MeasurementCache(model, train, Device(vendor="cpu"), 0, 2, 0.06)
+    assert other.load() is None
+    other.save(curve(2.0))
+    assert (cache.load(), other.load()) == (curve(1.0), curve(2.0))
+
+
+@pytest.mark.parametrize(
+    ("model", "train"),
+    [(TINY.replace(layers=TINY.layers + 1), TRAIN), (TINY, TRAIN.replace(global_batch=16))],
+)
+def test_measurements_of_another_model_of_that_name_or_batch_do_not_count(cache, model, train):
+    cache.save(curve(1.0))
+    assert MeasurementCache(model, train, Device(vendor="cpu"), 0, 2, 0.06).load() is None
+
+
+def test_a_models_name_leads_out_of_no_folder(cache):
+    other = MeasurementCache(TINY.replace(name="../up"), TRAIN, Device(vendor="cpu"), 0, 2, 0.06)
+    assert other.path.parent == cache.path.parent
+
+
+def test_the_cache_is_the_users(monkeypatch, tmp_path):
+    monkeypatch.delenv("HETHUB_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "hethub"
+
+
+def test_devices_are_called_as_their_makers_call_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Abacus {index}")
+    assert device_name(Device(vendor="amd", index=3)) == "Abacus 3"
+    processor = Path("/proc/cpuinfo").read_text()
+    assert f": {device_name(Device(vendor='cpu'))}\n" in processor or "model name" not in processor
+
+
+@pytest.mark.parametrize("where", [torch, hethub, platform], ids=["torch", "hethub", "python"])
+def test_measurements_by_another_version_do_not_count(cache, monkeypatch, where):
+    cache.save(curve(1.0))
+    if where is platform:
+        monkeypatch.setattr(where, "python_version", lambda: "0.0")
+    else:
+        monkeypatch.setattr(where, "__version__", "0.0")
+    assert MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 0, 2, 0.06).load() is None
 
 
 def test_measurements_of_compiled_bodies_do_not_count_for_a_job_that_compiles_none(cache):
@@ -54,9 +103,10 @@ def test_measurements_of_another_device_are_refused_by_name(cache):
         cache.load()
 
 
-def test_a_cache_that_is_no_cache_is_refused(cache):
+@pytest.mark.parametrize("content", [{}, [], {"facts": 1, "profile": curve(1.0).to_dict()}])
+def test_a_cache_that_is_no_cache_is_refused(cache, content):
     cache.path.parent.mkdir(parents=True)
-    cache.path.write_text("{}")
+    cache.path.write_text(json.dumps(content))
     with pytest.raises(BadInput, match="cannot be read"):
         cache.load()
 

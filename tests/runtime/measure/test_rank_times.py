@@ -6,9 +6,10 @@ from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB, hethub_software
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.runtime.measure.measured_speeds import STEPS, MeasuredSpeeds, estimated
-from hethub.runtime.measure.rank_times import RankTimes, planned_seconds
+from hethub.runtime.measure.rank_times import PASSES, RankTimes, planned_seconds
 from hethub.spec.layout.execution import Kind
-from tests.support.emulated import layout
+from tests.support.emulated import EMULATED, layout
+from tests.support.job_files import STAGES
 
 
 def test_layers_and_ends_add_up_to_the_predicted_microbatch():
@@ -30,12 +31,28 @@ def test_gradients_of_weights_that_are_put_off_leave_the_backward():
 
 
 def test_a_slowdown_slows_all_that_a_rank_computes():
-    bound = layout()
+    bound = layout(schedule="zero_bubble")
     costs = PlanCosts(bound, HETHUB, packaged())
     plain, slow = RankTimes(costs, bound.assignments[0]), RankTimes(costs, bound.assignments[0], 1.5)
-    assert slow.layer(Kind.FORWARD, 1, 2) == pytest.approx(1.5 * plain.layer(Kind.FORWARD, 1, 2))
+    for kind in PASSES:
+        assert 0 < slow.layer(kind, 1, 2) == pytest.approx(1.5 * plain.layer(kind, 1, 2))
     assert slow.optimizer(1000) == pytest.approx(1.5 * plain.optimizer(1000))
     assert plain.optimizer(0) == 0.0
+
+
+def test_a_rank_computes_its_share_of_the_tensors():
+    unequal = {"ranks": [0, 1], "micro_batch": 4, "samples": 8, "tensor_shares": [5, 3]}
+    stages = [{"layers": [[0, 2]], "replicas": [unequal]}, STAGES[1]]
+    larger, smaller, *_ = planned_seconds(layout(stages), None)
+    assert larger[Kind.FORWARD] > smaller[Kind.FORWARD]
+
+
+def test_copies_that_pass_each_other_share_what_a_host_carries():
+    stages = [{**stage, "offload": ["optimizer"]} for stage in STAGES]
+    limited = {**EMULATED, "links": {"staging": {"per_host_gbytes_per_second": 1}}}
+    costs = PlanCosts(layout(stages, limited), HETHUB, packaged())
+    times = RankTimes(costs, costs.layout.assignments[0])
+    assert times.host_passing_seconds_per_byte == pytest.approx(2 * times.host_seconds_per_byte)
 
 
 def test_planned_work_is_that_of_all_microbatches_times_what_is_known():
