@@ -201,7 +201,7 @@ class Clock:
     ANCHORED_SECONDS = 600.0  # events count milliseconds in fp32: farther apart, they tell less than 0.1 ms no more
 
     def __init__(self, device: Device) -> None:
-        self._has_events = device.is_gpu
+        self._has_events = device.torch_device.type == "cuda"
         self._anchor: torch.cuda.Event | None = None
         self._anchored_at = -float("inf")
 

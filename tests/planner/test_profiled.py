@@ -122,7 +122,10 @@ def test_a_profile_of_other_accelerators_or_another_model_is_refused_by_its_file
 def explained(links: tuple[LinkTiming, ...] = ()):
     """Eighteen samples on the faster one, six on the other: both compute for 18 x 4 x 3 ms."""
     measured = profile({"A100-PCIe-40GB": 3e-3, "A100-PCIe-80GB": 1e-3}).replace(links=links)
-    return plan(TINY, CLUSTER, BATCH, ConstraintsSpec(pp=1), with_bounds=False, profile=measured, explain=True)
+    # Where links count: sums that slow no compute which hides them, and one schedule, which hides none but by the backward.
+    on, asked = CLUSTER.replace(emulated=bool(links)), {"schedule": "1f1b", "zero": 0} if links else {}
+    constraints = ConstraintsSpec.model_validate({"pp": 1, **asked})
+    return plan(TINY, on, BATCH, constraints, with_bounds=False, profile=measured, explain=True)
 
 
 def test_what_binds_is_found_for_measured_accelerators() -> None:

@@ -120,9 +120,9 @@ class Shard:
         return _joining_descents(*self._on_the_way, joined)
 
     @property
-    def _on_the_way(self) -> tuple[tuple[int, ...], int, tuple[Range, ...]]:
+    def _on_the_way(self) -> tuple[tuple[int, ...], int, tuple[Range, ...], bool]:
         held = self.parameters
-        return held.units, held.tied, tuple(self.chunks)
+        return held.units, held.tied, tuple(self.chunks), self.layout.passes_in_turn(self.stage)
 
     def joined(self, replica: int) -> float:
         """The part of its matrices that a replica's ranks join in copies, since what they reduce with the same others
@@ -219,36 +219,44 @@ def _cuts(model: ModelSpec, tp: int, tensor_shares: tuple[float, ...] | None) ->
 
 
 @lru_cache(maxsize=1024)
-def _descents(units: tuple[int, ...], tied: int, ranges: tuple[Range, ...], stepped: bool) -> tuple[Descent, ...]:
-    """All microbatches on their way down through a chunk: its layers stay until the last of them has passed.
+def _descents(
+    units: tuple[int, ...], tied: int, ranges: tuple[Range, ...], in_turn: bool, stepped: bool
+) -> tuple[Descent, ...]:
+    """All microbatches on their way down through a chunk. Where they pass it in turn its layers stay until the last of them
+    has passed.
 
     The first microbatch enters them one by one, the next announced, and frees what it kept of those above. What the
-    chunk above has left is still being reduced, unless that was `stepped`.
+    chunk above, or a single microbatch the layer above, has left is still being reduced, unless that chunk was `stepped`.
     """
     found, above = [], 0.0
     for chunk in range(len(ranges) - 1, -1, -1):
         own, entered = ranges[chunk], 0.0
         for layer in range(own.stop - 1, own.start - 1, -1):
-            entered += units[layer]
-            at_hand = tied * (layer <= 1 or own.stop == len(units))  # with the first layer it is announced, too
+            entered = units[layer] + entered * in_turn
+            highest = own.stop if in_turn else layer + 1
+            at_hand = tied * (layer <= 1 or highest == len(units))  # with the first layer it is announced, too
             weights = entered + (units[layer - 1] if layer else 0.0) + at_hand
             found.append(Descent(chunk, own.stop - 1 - layer, 0.0, weights, entered + above + tied))
+            above = above if in_turn else units[layer]
         above = units[own.start] * (not stepped)
     return tuple(found)
 
 
 @lru_cache(maxsize=1024)
 def _joining_descents(
-    units: tuple[int, ...], tied: int, ranges: tuple[Range, ...], joined: float
+    units: tuple[int, ...], tied: int, ranges: tuple[Range, ...], in_turn: bool, joined: float
 ) -> tuple[Descent, ...]:
     """A unit's gradients beside the parts they leave in, when the last microbatch has passed. By then the first has entered
-    all layers, and the chunk below is announced."""
+    all layers of the chunk that microbatches pass in turn, and the chunk below is announced."""
     found = []
     for chunk, own in enumerate(ranges):
-        below, left = units[own.start - 1] if own.start else 0.0, 0.0
-        at_hand = tied * (own.start <= 1 or own.stop == len(units))
+        left = 0.0
         for layer in range(*own):
-            left += units[layer]
+            left = units[layer] + left * in_turn
+            lowest, highest = (own.start, own.stop) if in_turn else (layer, layer + 1)
+            below = units[lowest - 1] if lowest else 0.0
+            at_hand = tied * (lowest <= 1 or highest == len(units))
             gradients = left + joined * units[layer] + tied
-            found.append(Descent(chunk, own.start - layer, 1.0, left + below + at_hand, gradients))
+            passed = own.start - layer if in_turn else own.stop - layer
+            found.append(Descent(chunk, passed, float(in_turn), left + below + at_hand, gradients))
     return tuple(found)

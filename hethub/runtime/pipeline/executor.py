@@ -65,15 +65,15 @@ class Executor:
     def _visits(self) -> list[Visit]:
         """The layers of all compute actions in order: microbatch by microbatch, or once for all microbatches that pass
         a chunk in turn."""
-        chunk_by_chunk = self.layout.plan.goes_chunk_by_chunk
+        in_turn = self.layout.passes_in_turn(self.assignment.stage)
         compute = enumerate(action for action in self._actions if action.is_compute)
-        passes = groupby(compute, lambda at: at[1][:2] + at[1][3:] if chunk_by_chunk else at[0])
+        passes = groupby(compute, lambda at: at[1][:2] + at[1][3:] if in_turn else at[0])
         found = []
         for _, group in passes:
             acts = [action for _, action in group]
             layers = self._layers(acts[0])
             last = layers[-1]
-            found += [Visit(acts[0].kind, layer, len(acts), not chunk_by_chunk or layer == last) for layer in layers]
+            found += [Visit(acts[0].kind, layer, len(acts), not in_turn or layer == last) for layer in layers]
         return found
 
     def run_step(self, load: Callable[[MicrobatchRange], MicrobatchInput], loss_scale: float) -> Tensor:

@@ -137,6 +137,11 @@ class Layout:
         """The actor a replica goes in: one of its own, or the first with all others of its stage."""
         return 0 if self.plan.runs_in_rounds(stage) else replica
 
+    def passes_in_turn(self, stage: int) -> bool:
+        """Whether several microbatches pass a chunk of the stage before the next one: its layers stay until the last is
+        through."""
+        return self.plan.goes_chunk_by_chunk and any(load.num_microbatches > 1 for load in self.loads[stage])
+
     @cached_property
     def loads(self) -> tuple[list[Load], ...]:
         """Per stage and actor, its microbatches and samples."""

@@ -101,6 +101,9 @@ CASES = [
     wide("tp 1 beside tp 2, ministages", 3, [1, 2], "ministages"),
     wide("tp 1 beside tp 2, one microbatch", 3, [1, 2], micro=2),
     wide("tp 1 beside tp 2, ministages, tied head", 3, [1, 2], "ministages", tied_head=True),
+    wide("ministages, one microbatch", 2, [1], "ministages", micro=2),
+    wide("ministages, one microbatch, tied head", 3, [1], "ministages", micro=2, tied_head=True),
+    wide("tp 1 beside tp 2, ministages, one microbatch", 3, [1, 2], "ministages", micro=2),
     wide("tp 1 beside tp 2, ministages, bf16, many words", 2, [1, 2], "ministages", "bf16", vocab=16384),
     wide("tp 1 beside tp 2, many words, tied head", 3, [1, 2], vocab=16384, tied_head=True),
     Case(

@@ -352,6 +352,15 @@ def test_ministages_keep_two_chunks_on_the_device_at_most(train: dict[str, Any])
     assert counts["gathers"] == {0: 2, 1: 2, 2: 2, 3: 2, 4: 2, 5: 1}
 
 
+def test_one_microbatch_leaves_each_layer_of_a_chunk_behind_it() -> None:
+    """All layers of the chunk stayed until the last was entered, and their sums began as late: a rehearsed step was a fifth
+    longer."""
+    stages = [chunked([(0, 3), (3, 6)], replica([0], 4, 4), replica([1], 4, 4), zero=3)]
+    for counts in check_against_one_process(Case("one microbatch", stages, schedule="ministages", model=SIX)):
+        assert counts["most_present"] == 2
+        assert counts["reductions"] == dict.fromkeys(range(6), 1)
+
+
 def test_shares_that_cannot_be_met_are_refused_before_anything_runs() -> None:
     tied = [stage((0, 4), replica([0, 1], 4), replica([2], 4), zero=3, state_shares={0: 0.8})]
     with pytest.raises(BadInput, match=r"rank 0 is given 0.8 of the stage's state.* it can own at most 0\.\d+"):
