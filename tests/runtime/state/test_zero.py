@@ -356,7 +356,9 @@ def test_one_microbatch_leaves_each_layer_of_a_chunk_behind_it() -> None:
     """All layers of the chunk stayed until the last was entered, and their sums began as late: a rehearsed step was a fifth
     longer."""
     stages = [chunked([(0, 3), (3, 6)], replica([0], 4, 4), replica([1], 4, 4), zero=3)]
-    for counts in check_against_one_process(Case("one microbatch", stages, schedule="ministages", model=SIX)):
+    for counts in check_against_one_process(
+        Case(name="one microbatch", stages=stages, schedule="ministages", model=SIX)
+    ):
         assert counts["most_present"] == 2
         assert counts["reductions"] == dict.fromkeys(range(6), 1)
 
