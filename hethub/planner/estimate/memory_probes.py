@@ -94,6 +94,10 @@ class _ProbeLayout(Layout):
     def in_flight(self) -> list[list[int]]:
         return [[replica.in_flight or 1 for replica in stage.replicas] for stage in self.stages]
 
+    def passes_in_turn(self, stage: int) -> bool:
+        """Whatever a probe's replicas hold: what a microbatch more needs is read off them."""
+        return self.plan.goes_chunk_by_chunk
+
     @property
     def actor_limits(self) -> list[list[int]]:
         return [held[:1] if self.plan.runs_in_rounds(stage) else held for stage, held in enumerate(self.in_flight)]

