@@ -79,7 +79,9 @@ def sent_bytes(layout: Layout) -> dict[tuple[str, Any], float]:
                 continue
             # Norms stay where they are. Not every pass gathers all of a stage's weights: those of one layer stay.
             reduces = rounds if stage.zero >= 2 and bucket.decays else 1
-            gathers = rounds if stage.zero == 3 and bucket.decays and stage.num_layers > 1 else 1
+            # An embedding that both ends use stays unless a layer lies between them.
+            stays = stage.num_layers <= (2 if bucket.unit == stage.num_layers else 1)
+            gathers = rounds if stage.zero == 3 and bucket.decays and not stays else 1
             each, num_bytes = piece.numel * width, (reduces + gathers) * piece.numel * width
             machines, islands = {places[rank].machine for rank in ranks}, Counter(places[r].island for r in ranks)
             if len(islands) > 1:

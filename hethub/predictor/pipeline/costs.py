@@ -153,14 +153,14 @@ class PlanCosts:
             found = self._microbatches[key] = self._microbatch(stage, replica, samples, portion)
         return found
 
-    def _shortest(self, stage: int, portion: Portion) -> tuple[float, float]:
+    def _shortest(self, stage: int, portion: Portion) -> tuple[float, ...]:
         """Seconds of a forward and a backward of one sample, the least that a microbatch has, on the replica that is
-        through with it first, without what waits for collectives over replicas."""
+        through with it first; and of a forward without what waits for collectives over replicas."""
         number = len(self.plan.stages[stage].replicas)
         replicas = {self.replica_key(stage, replica): replica for replica in range(number)}
-        found = zip(*(self.microbatch(stage, replica, 1, portion)[:2] for replica in replicas.values()), strict=True)
-        forward, backward = (min(each.total - each.dp for each in own) for own in found)
-        return forward, backward
+        found = [self.microbatch(stage, replica, 1, portion) for replica in replicas.values()]
+        each = [(ways.forward.total, ways.backward.total, ways.forward.total - ways.forward.dp) for ways in found]
+        return tuple(map(min, zip(*each, strict=True)))
 
     def _microbatch(self, stage: int, replica: int, samples: int, portion: Portion) -> MicrobatchCost:
         spec = self.layout.replica(stage, replica)

@@ -47,15 +47,15 @@ class Reduction(NamedTuple):
 
 
 class StateCosts:
-    """Seconds of a layout's collectives over replicas, whatever the microbatches. `passes` are the forward and
-    the backward of one sample through a portion of a stage, on its fastest replica."""
+    """Seconds of a layout's collectives over replicas, whatever the microbatches. `passes` are the forward and the backward
+    of one sample through a portion of a stage, on its fastest replica, and the forward without waits for collectives."""
 
     def __init__(
         self,
         layout: Layout,
         software: Software,
         network: Network,
-        passes: Callable[[int, Portion], tuple[float, float]],
+        passes: Callable[[int, Portion], tuple[float, ...]],
     ) -> None:
         self.layout, self.software, self.network, self.model = layout, software, network, layout.model
         self.host_copies = HostCopies(layout, network.fit)
@@ -222,7 +222,7 @@ class StateCosts:
         found, plan = self._by_layer(stage, ends, self.width)[0], self.layout.plan
         if plan.schedule == "1f1b":
             return found
-        return min(found, self._passes(stage, Portion(1, False, ends.last and plan.schedule != "zero_bubble"))[0])
+        return min(found, self._passes(stage, Portion(1, False, ends.last and plan.schedule != "zero_bubble"))[2])
 
     def norms_seconds(self, stage: int, portion: Portion) -> float:
         """What a portion's norms add to a sum and to sending weights, by themselves; passes hide both."""

@@ -70,7 +70,7 @@ def test_gathers_beside_compute_cost_a_part_of_themselves() -> None:
 @pytest.mark.parametrize(("gbps", "hides"), [(10, False), (400, True)])
 def test_new_weights_come_beside_the_next_forward(gbps: int, hides: bool, zero: int) -> None:
     """All that its layers but the first do not hide is added to a step, the first bucket's or layer's at least; and what the hidden
-    rest slows them. What a forward of ZeRO-2 waits for, sums of the round before, hides nothing."""
+    rest slows them."""
     on = cluster(("A100-SXM4-80GB", 2, 1), gbps=gbps)
     layout = uniform(LLAMA_8B, on, tp=1, pp=1, micro_batch=2, batch=16, seq=8192, zero=zero)
     beside, behind = (
@@ -78,7 +78,7 @@ def test_new_weights_come_beside_the_next_forward(gbps: int, hides: bool, zero: 
         for overlaps in (True, False)
     )
     norms = behind.state.norms_seconds(0, behind.state.whole[0])
-    gather, forward = behind.state.reduction(0).gather_seconds - norms, behind.microbatch(0, 0, 1).forward.compute
+    gather, forward = behind.state.reduction(0).gather_seconds - norms, behind.microbatch(0, 0, 1).forward.total
     state, hidden = behind.state, forward * (LLAMA_8B.layers - 1) / LLAMA_8B.layers
     first = gather * BUCKET_BYTES / (4 * LLAMA_8B.parameters)
     if zero == 2:  # by layers: the first one's, with the embedding
