@@ -205,9 +205,7 @@ class StateCosts:
         if stage_spec.zero == 0:
             return self._beside_backward(stage, ends, 2.0 * summed, tail, 2.0 * norms, 0.0)
         if stage_spec.zero < 3 and self.software.overlapped_gather and "parameters" not in stage_spec.offload:
-            by_layer = stage_spec.zero == 2 and self.software.gathers_ahead
-            first = self._by_layer(stage, ends, self.width)[0] if by_layer else gather * tail
-            shown = max(first, excess(gather, self._passes(stage, ends)[0], ends.layers))
+            shown = max(gather * tail, excess(gather, self._passes(stage, ends)[0], ends.layers))
             gather = shown + self.overlap_cost(stage) * (gather - shown)
         if stage_spec.zero == 1:
             return self._beside_backward(stage, ends, summed, tail, norms, gather + norms)

@@ -11,7 +11,7 @@ from hethub.predictor.cost.profile import LinkTiming, ProfileSpec
 from hethub.predictor.cost.resources import Resource
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.state_costs import BUCKET_BYTES, Portion
+from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
 from hethub.predictor.predict import predict
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
@@ -69,7 +69,7 @@ def test_gathers_beside_compute_cost_a_part_of_themselves() -> None:
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize(("gbps", "hides"), [(10, False), (400, True)])
 def test_new_weights_come_beside_the_next_forward(gbps: int, hides: bool, zero: int) -> None:
-    """All that its layers but the first do not hide is added to a step, the first bucket's or layer's at least; and what the hidden
+    """All that its layers but the first do not hide is added to a step, the first bucket's at least; and what the hidden
     rest slows them."""
     on = cluster(("A100-SXM4-80GB", 2, 1), gbps=gbps)
     layout = uniform(LLAMA_8B, on, tp=1, pp=1, micro_batch=2, batch=16, seq=8192, zero=zero)
@@ -79,10 +79,7 @@ def test_new_weights_come_beside_the_next_forward(gbps: int, hides: bool, zero: 
     )
     norms = behind.state.norms_seconds(0, behind.state.whole[0])
     gather, forward = behind.state.reduction(0).gather_seconds - norms, behind.microbatch(0, 0, 1).forward.total
-    state, hidden = behind.state, forward * (LLAMA_8B.layers - 1) / LLAMA_8B.layers
-    first = gather * BUCKET_BYTES / (4 * LLAMA_8B.parameters)
-    if zero == 2:  # by layers: the first one's, with the embedding
-        first = state.rings.seconds(0, 2 * state.most_parameters(0, Portion(1, True, False)))
+    first, hidden = gather * BUCKET_BYTES / (4 * LLAMA_8B.parameters), forward * (LLAMA_8B.layers - 1) / LLAMA_8B.layers
     assert (first > gather - hidden) is hides
     shown = max(first, gather - hidden)
     slowed = packaged().links["overlap_cost"] * (gather - shown)
