@@ -257,6 +257,5 @@ def _joining_descents(
             below = units[lowest - 1] if lowest else 0.0
             at_hand = tied * (lowest <= 1 or highest == len(units))
             gradients = left + joined * units[layer] + tied
-            passed = own.start - layer if in_turn else own.stop - layer
-            found.append(Descent(chunk, passed, float(in_turn), left + below + at_hand, gradients))
+            found.append(Descent(chunk, own.start - layer, 1.0, left + below + at_hand, gradients))
     return tuple(found)

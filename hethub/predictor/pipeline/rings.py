@@ -116,8 +116,12 @@ class Rings:
 
     def _sharing(self, stage: int, piece: int) -> float:
         """How many such rings share a machine's interfaces at once, if all its accelerators are in one."""
-        group = self.group(stage, piece)
-        return max(1.0, min(self._at_once(stage)[machine] / count for machine, count in group.machines))
+        own, group = self.layout.stages[stage], self.group(stage, piece)
+        even = own.cut_alike and own.replicas[0].tensor_shares is None  # then all send as much, without looking at each
+        return max(1.0, min(
+            (self.network.machines[at].accelerators if even else self._at_once(stage)[at]) / count
+            for at, count in group.machines
+        ))  # fmt: skip
 
     @memoized
     def _at_once(self, stage: int) -> dict[int, float]:

@@ -196,22 +196,23 @@ class StateCosts:
         num_bytes = parameters * self.gradient_wire_bytes
         tail = min(1.0, BUCKET_BYTES / num_bytes) if self.software.overlapped_reduction else 1.0
         norms = 0.0 if portion and self.layout.plan.schedule == "layered" else self.norms_seconds(stage, ends)
-        summed, gather = self.rings.seconds(stage, num_bytes), self.rings.seconds(stage, parameters * self.width)
-        if stage_spec.zero >= 2 or "parameters" in stage_spec.offload:
-            gather = sum(self._by_layer(stage, ends, self.width))
-        if stage_spec.zero < 2 and "parameters" in stage_spec.offload:
-            summed, (last, *_) = sum(self.reduce_seconds(stage, ends)), self.reduce_seconds(stage, ends)
-            tail = min(tail, last / summed)
+        offloaded = "parameters" in stage_spec.offload
+        if offloaded or stage_spec.zero >= 2:  # layers come and go one by one
+            sums, gather = self.reduce_seconds(stage, ends), sum(self._by_layer(stage, ends, self.width))
+        else:
+            sums, gather = [self.rings.seconds(stage, num_bytes)], self.rings.seconds(stage, parameters * self.width)
+        if offloaded and any(sums):
+            tail = min(tail, sums[0] / sum(sums))
         if stage_spec.zero == 0:
-            return self._beside_backward(stage, ends, 2.0 * summed, tail, 2.0 * norms, 0.0)
-        if stage_spec.zero < 3 and self.software.overlapped_gather and "parameters" not in stage_spec.offload:
+            return self._beside_backward(stage, ends, 2.0 * sum(sums), tail, 2.0 * norms, 0.0)
+        if stage_spec.zero < 3 and self.software.overlapped_gather and not offloaded:
             shown = max(gather * tail, excess(gather, self._passes(stage, ends)[0], ends.layers))
             gather = shown + self.overlap_cost(stage) * (gather - shown)
         if stage_spec.zero == 1:
-            return self._beside_backward(stage, ends, summed, tail, norms, gather + norms)
+            return self._beside_backward(stage, ends, sum(sums), tail, norms, gather + norms)
         if stage_spec.zero == 3:
             gather = self._first_weights(stage, ends) if self.in_rounds(stage) else 0.0
-        last = self.reduce_seconds(stage, ends)[0] if self.software.gathers_ahead else 0.0
+        last = sums[0] if self.software.gathers_ahead else 0.0
         return Reduction(last + norms, last + norms, gather + norms)
 
     def _first_weights(self, stage: int, ends: Portion) -> float:
@@ -336,7 +337,7 @@ class StateCosts:
         level, offloaded = self.level(stage), "parameters" in self.layout.stages[stage].offload
         found = self._by_layer(stage, portion, self.width, kind) if level == 3 else [0.0] * portion.layers
         if offloaded:
-            ends = self._ends_with_tied(stage, portion, kind)
+            ends = self.ends_with_tied(stage, portion, kind)
             fetched = self._each_layer(portion, lambda of: self._copied(stage, of, self.width, alone=level == 3), ends)
             found = [a + b for a, b in zip(found, fetched, strict=True)]
         return found
@@ -364,10 +365,10 @@ class StateCosts:
         return self._each_layer(
             portion,
             lambda of: self.rings.seconds(stage, width * self.most_parameters(stage, of)),
-            self._ends_with_tied(stage, portion, kind),
+            self.ends_with_tied(stage, portion, kind),
         )
 
-    def _ends_with_tied(self, stage: int, portion: Portion, kind: Kind | None) -> tuple[bool, bool]:
+    def ends_with_tied(self, stage: int, portion: Portion, kind: Kind | None) -> tuple[bool, bool]:
         """Whether an embedding that both ends of the stage use, a unit of its own, comes with a portion's first layer, and
         with its last: once in a step (None) with the first; in a pass with the layer where that ends, to stay for the next,
         if layers lie between. It has left before forwards behind weight gradients put off, and passes made in turn."""

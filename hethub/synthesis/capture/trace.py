@@ -134,9 +134,8 @@ class _Tracing:
 
     def _traced(self, step: Any) -> fx.GraphModule:
         tracer = make_fx(step, DECOMPOSITIONS, tracing_mode="symbolic", _allow_non_fake_inputs=True)
-        log = logging.getLogger(
-            FakeTensorMode.__module__
-        )  # of tracebacks, where a paragraph says what cannot be traced
+        # Its log has tracebacks, where a paragraph says what cannot be traced.
+        log = logging.getLogger(FakeTensorMode.__module__)
         before, log.disabled = log.disabled, True
         try:
             return tracer(list(self._values.values()))

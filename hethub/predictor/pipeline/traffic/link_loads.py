@@ -23,7 +23,7 @@ from hethub.predictor.memory.parameters import RankWidths, StageParameters, rank
 from hethub.predictor.pipeline.state_costs import StateCosts
 from hethub.predictor.pipeline.traffic.routes import Flow, Routes
 from hethub.spec.layout.bind import ALL_IN_FLIGHT
-from hethub.spec.layout.execution import actor_order
+from hethub.spec.layout.execution import Kind, actor_order
 
 SAME_MOMENT = 1e-12  # seconds, by which sums may be off
 
@@ -214,8 +214,9 @@ class StateTraffic:
             return 0.0
         held = StageParameters.of(self.state.layout, stage, alone)
         turning, returning = actor_order(self.state.layout, stage, 0).turns
-        rounds, schedule = self._rounds(stage), self.state.layout.plan.schedule
-        comes = (rounds if schedule == "zero_bubble" else 1) + 2 * rounds * (len(held.units) > 2)
+        rounds, whole = self._rounds(stage), self.state.whole[stage]
+        forward, backward = (self.state.ends_with_tied(stage, whole, kind) for kind in (Kind.FORWARD, Kind.BACKWARD))
+        comes = rounds * sum(forward + backward) + (not forward[0])  # the first forward brings it if no other does
         return turning * held.units[-1] + returning * held.units[0] + (2 * rounds - comes) * held.tied
 
 
