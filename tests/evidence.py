@@ -29,10 +29,12 @@ PROGRAMS = {
     "deep": "vit12 or bert12 or moe12",
 }  # fmt: skip
 
+PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout=0"]
+
 PROOFS = {
     "reference": ["benchmarks/reference.py"],
     "faults": ["benchmarks/faults.py"],
-    "random-kills": ["-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "tests/faults/test_random_kills.py"],
+    "random-kills": [*PYTEST, "-q", "-s", "tests/faults/test_random_kills.py"],
     "stragglers": ["benchmarks/stragglers.py"],
     "planner-exhaustive": ["benchmarks/planner.py", "exhaustive", "--first", "74000"],
     "planner-bounded": ["benchmarks/planner.py", "bounded", "--first", "69000"],
@@ -40,20 +42,7 @@ PROOFS = {
     "planner-annealing": ["benchmarks/searches.py", "annealing"],
     "planner-laws": ["benchmarks/laws.py"],
     "planner-ablation": ["benchmarks/ablation.py"],
-    "planned-training": [
-        "-m",
-        "pytest",
-        "-q",
-        "-rP",
-        "-p",
-        "no:cacheprovider",
-        "--timeout=0",
-        "-n",
-        "2",
-        PLANNED,
-        "-k",
-        "random",
-    ],
+    "planned-training": [*PYTEST, "-q", "-rP", "-n", "2", PLANNED, "-k", "random"],
     "planner-recipes": ["benchmarks/recipes.py"],
     "planner-peers": ["benchmarks/peers.py"],
     "rehearsed": ["benchmarks/rehearsed.py", "--plans", "60", "--seed", "15"],
@@ -61,40 +50,17 @@ PROOFS = {
     "memory": ["benchmarks/memory.py"],
     "planned-memory": ["benchmarks/memory.py", "--planned", "12", "--first", "1200"],
     "wire": ["benchmarks/wire.py"],
-    "laws": [
-        "-m",
-        "pytest",
-        "-v",
-        "-n",
-        "2",
-        "-p",
-        "no:cacheprovider",
-        "--timeout=0",
-        "tests/predictor/pipeline/test_laws.py",
-    ],
-    "late-device": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", LATE_DEVICE, "-k", "no_order"],
-    "late-training": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", LATE_TRAINING, "-k", "equals"],
-    "compilers": ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "tests/kernels/test_compilers.py"],
-    "late-mutants": ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "--timeout=0", LATE_DEVICE, "-k", "taken_away"],
-    "random-layouts": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", RANDOM_LAYOUTS],
+    "laws": [*PYTEST, "-v", "-n", "2", "tests/predictor/pipeline/test_laws.py"],
+    "late-device": [*PYTEST, "-q", LATE_DEVICE, "-k", "no_order"],
+    "late-training": [*PYTEST, "-q", LATE_TRAINING, "-k", "equals"],
+    "compilers": [*PYTEST, "-rA", "tests/kernels/test_compilers.py"],
+    "late-mutants": [*PYTEST, "-rA", LATE_DEVICE, "-k", "taken_away"],
+    "random-layouts": [*PYTEST, "-q", RANDOM_LAYOUTS],
     **{
-        f"programs-{name}": [
-            "-m",
-            "pytest",
-            "-q",
-            "-rP",
-            "-p",
-            "no:cacheprovider",
-            "--timeout=0",
-            "-m",
-            "slow",
-            RANDOM_CLUSTERS,
-            "-k",
-            chosen,
-        ]
+        f"programs-{name}": [*PYTEST, "-q", "-rP", "-m", "slow", RANDOM_CLUSTERS, "-k", chosen]
         for name, chosen in PROGRAMS.items()
     },
-    "program-memory": ["-m", "pytest", "-q", "-rP", "-p", "no:cacheprovider", "--timeout=0", "-n", "2", PROGRAM_MEMORY],
+    "program-memory": [*PYTEST, "-q", "-rP", "-n", "2", PROGRAM_MEMORY],
 }
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "RANDOM_LAYOUTS": "1000", "RANDOM_CLUSTERS": "50", "RANDOM_LIMITS": "100", "RANDOM_SEED": "1",
