@@ -1,8 +1,7 @@
 """What each part of a bound plan costs: microbatches, boundaries and the optimizer, from layer and link costs."""
 
 import copy
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 
 from hethub.predictor.cost.cache import layer_cost_of, memoized
@@ -11,14 +10,14 @@ from hethub.predictor.cost.layer import LayerCost, PassSeconds
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
-from hethub.predictor.cost.resources import IN, Link
 from hethub.predictor.cost.software import Software, element_bytes
 from hethub.predictor.memory.state import optimizer_bytes
 from hethub.predictor.pipeline.overlap import Ends, MicrobatchCost, Parts
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.predictor.pipeline.traffic.link_loads import LinkLoads, Paces
+from hethub.predictor.pipeline.traffic.messages import Messages
 from hethub.predictor.pipeline.traffic.routes import Flow, Pair, Routes
-from hethub.spec.cluster import ClusterSpec, Place
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.state import brought_elements
 from hethub.spec.plan import ReplicaSpec
@@ -33,31 +32,30 @@ class PlanCosts:
     ) -> None:
         self.layout, self.software, self.profile = layout, software, profile
         self.plan, self.model = layout.plan, layout.model
-        self._sharing: dict[tuple[int, int, int], tuple[tuple[str, int], ...]] = {}
-        self.set_constants(constants)
         self.width = element_bytes(software.math_precision(self.plan.precision))
+        self.messages = Messages(software, self._activation_bytes(1))
+        self.set_constants(constants)
 
     def set_constants(self, constants: Constants, links_of: ClusterSpec | None = None) -> None:
         """Prices anew, messages by the links of `links_of` if given; what the layout alone says is kept, for fits ask often."""
         self.constants = constants
         self.network = Network(links_of or self.layout.cluster, constants, self.profile)
         self.state = StateCosts(self.layout, self.software, self.network, self._shortest)
+        self.messages.set_figures(self.layout, self.network)
         self._layer_costs: dict[str, LayerCost] = {}
         self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._optimizers: dict[tuple[object, ...], float] = {}
-        self._ways: dict[tuple[object, ...], Link] = {}
+        self._beside_rings: dict[int, float] = {}  # seconds of a message's byte, by stage
         self._paces: dict[Pair, tuple[Paces, Paces]] = {}
         self._sent: dict[tuple[int, int, int], tuple[int, float]] = {}  # by sender
-        self.__dict__.pop("loads", None)
-        self.__dict__.pop("is_paced", None)
+        for name in ("loads", "is_paced", "chains", "chains_apart"):
+            self.__dict__.pop(name, None)
 
     def set_figures(self, cluster: ClusterSpec, constants: Constants, profile: ProfileSpec | None) -> None:
         """Prices everything anew where cluster and profile have other figures (the planner asks seventeen times a plan)."""
         self.profile = profile
         self.layout = copy.copy(self.layout)  # how samples are dealt does not depend on figures
         object.__setattr__(self.layout, "cluster", cluster)
-        for name in ("chains", "chains_apart"):
-            self.__dict__.pop(name, None)
         self.set_constants(constants)
 
     def layer_cost(self, rank: int) -> LayerCost:
@@ -122,26 +120,10 @@ class PlanCosts:
 
     def boundary_key(self, stage: int, source: int, target: int) -> tuple[object, ...]:
         """What the cost of a boundary between two replicas depends on, beside its bytes."""
-        between = self._between(stage, source, stage + 1, target)
+        between = self.messages.key(stage, source, stage + 1, target)
         if not self.is_paced:
             return between
         return (*between, *[self.paces(boundary, source, target) for boundary in self.routes.leaving[stage]])
-
-    @memoized
-    def _between(self, stage: int, source: int, below: int, target: int) -> tuple[object, ...]:
-        """Where two replicas' leaders are, and how many of their stages leave and enter there at a time."""
-        places = self.layout.cluster.places
-        a = places[self.layout.replica(stage, source).ranks[0]]
-        b = places[self.layout.replica(below, target).ranks[0]]
-        on_one_machine = a.machine == b.machine
-        return (
-            on_one_machine and self.network.joined((a.rank, b.rank)),
-            on_one_machine,
-            a.node.name,
-            b.node.name,
-            self._at_once(stage, below, a),
-            self._at_once(below, stage, b),
-        )
 
     def microbatch(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> MicrobatchCost:
         """Seconds of forward and backward of a microbatch of `samples` through a portion of the stage, by default all
@@ -171,8 +153,7 @@ class PlanCosts:
         forward, backward, weight = map(max, zip(*each, strict=True))
         tp_forward, tp_backward = self._tensor_parallel_seconds(stage, spec, unlike, samples, portion)
         passes = (forward + tp_forward, backward + tp_backward)
-        messages = self._beside_rings(stage) * self._activation_bytes(samples) if self.state.in_rounds(stage) else 0.0
-        beside = (portion, self._ends(unlike, samples, portion), messages)
+        beside = (portion, self._ends(unlike, samples, portion), self._message_seconds(stage, samples))
         rounds = self.state.round_seconds(stage, (passes[0], passes[1] - weight, weight), *beside)
         slowed = self.state.slowed_passes(stage, passes, portion, samples / spec.samples)
         dp_forward, dp_backward = rounds[0] + slowed[0], rounds[1] + slowed[1]
@@ -271,88 +252,27 @@ class PlanCosts:
         return self.state.host_copies.beside(place, seconds, moved * own, moved * brought_elements())
 
     def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
-        """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next, or back, the slower of both:
-        the leaders' way, shared by all replicas that send or receive there, then inside who receives."""
-        below = stage + 1 if below is None else below
-        sender, receiver = self.layout.replica(stage, source), self.layout.replica(below, target)
-        num_bytes = self._activation_bytes(samples)
-        if self.software.spread_boundaries and sender.tp == receiver.tp > 1:
-            # Every rank sends its part to its peer and the receivers gather (Megatron's scatter and gather).
-            seconds = self._way(stage, source, below, target, receiver.tp).seconds(num_bytes / receiver.tp)
-            return seconds + self.network.all_gather(self.network.group(receiver.ranks), num_bytes)
-        told = [self.network.broadcast(end.ranks).seconds(num_bytes) for end in (sender, receiver) if end.tp > 1]
-        return self._way(stage, source, below, target).seconds(num_bytes) + max(told, default=0.0)
+        """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next, or back."""
+        return self.messages.seconds(stage, source, target, samples, below)
 
-    def _way(self, stage: int, source: int, below: int, target: int, spread: int = 1) -> Link:
-        """From leader to leader and back, the slower of both: what others use too is shared with all leaders of the
-        two stages that are there, and where messages are `spread` with their peers."""
-        key = (self._between(stage, source, below, target), spread)
-        found = self._ways.get(key)
-        if found is None:
-            leaders = self.layout.replica(stage, source).ranks[0], self.layout.replica(below, target).ranks[0]
-            ways = [
-                self._shared_way(leaders, (stage, below), spread),
-                self._shared_way(leaders[::-1], (below, stage), spread),
-            ]
-            found = self._ways[key] = Link(*map(max, zip(*ways, strict=True)))
-        return found
+    def _message_seconds(self, stage: int, samples: int) -> float:
+        """Seconds for which a pass's messages take what the collectives of the stage's rounds pass, too."""
+        if not self.state.in_rounds(stage):
+            return 0.0
+        if stage not in self._beside_rings:
+            self._beside_rings[stage] = max([0.0, *self._ways_beside_rings(stage)])
+        return self._beside_rings[stage] * self._activation_bytes(samples)
 
-    @memoized
-    def _beside_rings(self, stage: int) -> float:
-        """Seconds for which each byte of a pass's messages takes what the collectives of the stage's rounds pass, too."""
-        group, found = self.state.rings.group(stage, 0), [0.0]
+    def _ways_beside_rings(self, stage: int) -> Iterator[float]:
+        group = self.state.rings.group(stage, 0)
         passed = {resource.kind for resource in self.network.ring_bytes(group, 1.0, "reduce_scatter")} or {"port"}
-        boundaries = range(max(0, stage - 1), min(stage + 1, self.layout.num_stages - 1))
-        for above in boundaries:
+        for above in range(max(0, stage - 1), min(stage + 1, self.layout.num_stages - 1)):
             last = [len(self.layout.stages[at].replicas) - 1 for at in (above, above + 1)]
             sorts = {self.replica_key(stage, own): own for own in range(last[stage - above], -1, -1)}
             for a, b in ([min(own, most) for most in last] for own in sorts.values()):
                 leaders = self.layout.replica(above, a).ranks[0], self.layout.replica(above + 1, b).ranks[0]
                 if passed & {resource.kind for resource in self.network.path(*leaders).resources}:
-                    found.append(self._way(above, a, above + 1, b).seconds_per_byte)
-        return max(found)
-
-    def _shared_way(self, ranks: tuple[int, ...], stages: tuple[int, ...], spread: int) -> Link:
-        places, at_once = self.layout.cluster.places, []
-        alone, resources = self.network.path(ranks[0], ranks[1])
-        for resource in resources:
-            end = resource.way == IN
-            sharing = dict(self._at_once(stages[end], stages[1 - end], places[ranks[end]])).get(resource.kind, 1)
-            at_once.append(spread * sharing / self.network.rate(resource))
-        return Link(alone.latency_seconds, max([alone.seconds_per_byte, *at_once]))
-
-    def _at_once(self, stage: int, other: int, place: Place) -> tuple[tuple[str, int], ...]:
-        """By kind of resource, how many replicas of the stage share what `place` has of it on their way from or to the
-        `other` stage: all there, but where the stages have equally many no more than can have their partner
-        elsewhere."""
-        found = self._sharing.get((stage, other, place.machine))
-        if found is None:
-            own, partners = self._leaders(stage), self._leaders(other)
-            replicas = [len(self.layout.stages[at].replicas) for at in (stage, other)]
-            found = tuple(
-                (key[0], min(own[key], replicas[1] - partners[key]) if replicas[0] == replicas[1] else own[key])
-                for key in self._shared_at(place)
-            )
-            self._sharing[stage, other, place.machine] = found
-        return found
-
-    @memoized
-    def _leaders(self, stage: int) -> Counter[tuple[str, object]]:
-        """How many replicas of the stage have their leaders on a machine, in a rack, in a region."""
-        found = Counter[tuple[str, object]]()
-        for replica in self.layout.stages[stage].replicas:
-            found.update(self._shared_at(self.layout.cluster.places[replica.ranks[0]]))
-        return found
-
-    def _shared_at(self, place: Place) -> list[tuple[str, object]]:
-        """What the messages of a machine share, by kind and owner."""
-        rack, regions = self.network.racks.get(place.node.name), self.layout.cluster.links.regions
-        found: list[tuple[str, object]] = [("cards", place.machine), ("bridge", place.machine), ("host", place.machine)]
-        if rack is not None:
-            found.append(("rack", rack.name))
-        if regions is not None:
-            found.append(("regions", regions.of_node[place.node.name]))
-        return found
+                    yield self.messages.way(above, a, above + 1, b).seconds_per_byte
 
     # -- pace
 

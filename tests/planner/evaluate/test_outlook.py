@@ -115,6 +115,22 @@ def test_an_outlook_is_the_predictors_steps_on_other_clusters() -> None:
     assert outlook.p10_seconds <= outlook.objective_seconds <= outlook.p90_seconds
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_what_a_scenario_prices_another_does_not_find(schedule: str) -> None:
+    """Under ZeRO-3 messages take the cards beside the gathers of a round: by the cards of the scenario that is asked."""
+    node = MIXED.nodes[0].replace(count=2, accelerators=2, gbps_per_nic=0.1)
+    problem = pose(TINY, MIXED.replace(nodes=(node,)), Batch(16, 64, "fp32"))
+    stages = [
+        StageSpec(layers=[layers], zero=3, replicas=[ReplicaSpec(ranks=[r], samples=8, micro_batch=1) for r in ranks])
+        for layers, ranks in (((0, 2), (0, 2)), ((2, TINY.layers), (3, 1)))
+    ]
+    found = answer(problem).plan.replace(stages=stages, schedule=schedule, unused=[])
+    outlook = Outlooks(problem).of(found)
+    slow = scaled(problem.cluster, Scale(in_node=0.6, network=0.6, bridge=0.6))
+    seconds = predict(bind(found, problem.model, slow)).step_seconds
+    assert outlook.links_at_60_percent_seconds == pytest.approx(seconds, rel=1e-12)
+
+
 def test_unfitted_device_types_may_be_off_by_more() -> None:
     cluster = {"name": "two", "nodes": [
         {"name": "a", "accelerator": "A100-SXM4-80GB", "accelerators": 2, "nics": 1, "gbps_per_nic": 100},

@@ -21,6 +21,7 @@ from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import step_times
 from hethub.predictor.pipeline.traffic import link_loads
+from hethub.predictor.pipeline.wiring import Wirings
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.plan import PlanSpec, ScheduleName
@@ -133,6 +134,17 @@ def test_messages_that_cannot_meet_may_be_left_out_of_a_replay(drawn: Draw) -> N
         every = times()
     assert few.seconds == pytest.approx(every.seconds, rel=1e-12)
     assert few.breakdown == pytest.approx(every.breakdown, rel=1e-9, abs=1e-9 * every.seconds)
+
+
+@of_all_draws
+def test_a_plan_priced_anew_costs_what_the_figures_alone_say(drawn: Draw) -> None:
+    """As the planner asks for every scenario: nothing that the figures before had priced is left."""
+    costs, wirings = PlanCosts(drawn.layout, HETHUB, packaged()), Wirings(drawn.layout)
+    step_times(drawn.layout, costs, wirings=wirings)
+    for factor in (0.1, 3.0):
+        other = drawn.on(faster(drawn.description, factor, lambda *_: drawn.random.random() < 0.5))
+        costs.set_figures(other.cluster, packaged(), None)
+        assert step_times(costs.layout, costs, wirings=wirings).seconds == pytest.approx(seconds(other), rel=1e-12)
 
 
 def check_links(layout: Layout, step: float) -> None:

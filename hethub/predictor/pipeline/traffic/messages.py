@@ -1,0 +1,111 @@
+"""Messages between replicas of two stages: the leaders' way, and who shares it."""
+
+from collections import Counter
+
+from hethub.predictor.cost.cache import memoized
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.resources import IN, Link
+from hethub.predictor.cost.software import Software
+from hethub.spec.cluster import Place
+from hethub.spec.layout.bind import Layout
+
+
+class Messages:
+    """Seconds of a layout's messages between stages, each by itself. Who shares a way is kept with other figures, on which
+    it does not depend."""
+
+    def __init__(self, software: Software, sample_bytes: float) -> None:
+        """`sample_bytes` are those of one sample's hidden states on a rank."""
+        self.software, self.sample_bytes = software, sample_bytes
+        self._sharing: dict[tuple[int, int, int], tuple[tuple[str, int], ...]] = {}
+
+    def set_figures(self, layout: Layout, network: Network) -> None:
+        """From here on the layout's cluster has these figures."""
+        self.layout, self.network = layout, network
+        self._ways: dict[tuple[object, ...], Link] = {}
+
+    def seconds(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
+        """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next, or back, the slower of both:
+        the leaders' way, shared by all replicas that send or receive there, then inside who receives."""
+        below = stage + 1 if below is None else below
+        sender, receiver = self.layout.replica(stage, source), self.layout.replica(below, target)
+        num_bytes = samples * self.sample_bytes
+        if self.software.spread_boundaries and sender.tp == receiver.tp > 1:
+            # Every rank sends its part to its peer and the receivers gather (Megatron's scatter and gather).
+            seconds = self.way(stage, source, below, target, receiver.tp).seconds(num_bytes / receiver.tp)
+            return seconds + self.network.all_gather(self.network.group(receiver.ranks), num_bytes)
+        told = [self.network.broadcast(end.ranks).seconds(num_bytes) for end in (sender, receiver) if end.tp > 1]
+        return self.way(stage, source, below, target).seconds(num_bytes) + max(told, default=0.0)
+
+    def way(self, stage: int, source: int, below: int, target: int, spread: int = 1) -> Link:
+        """From leader to leader and back, the slower of both: what others use too is shared with all leaders of the
+        two stages that are there, and where messages are `spread` with their peers."""
+        key = (self.key(stage, source, below, target), spread)
+        found = self._ways.get(key)
+        if found is None:
+            leaders = self.layout.replica(stage, source).ranks[0], self.layout.replica(below, target).ranks[0]
+            ways = [
+                self._shared_way(leaders, (stage, below), spread),
+                self._shared_way(leaders[::-1], (below, stage), spread),
+            ]
+            found = self._ways[key] = Link(*map(max, zip(*ways, strict=True)))
+        return found
+
+    @memoized
+    def key(self, stage: int, source: int, below: int, target: int) -> tuple[object, ...]:
+        """What the seconds between two replicas depend on, beside bytes: where their leaders are, and how many of their
+        stages leave and enter there at a time."""
+        places = self.layout.cluster.places
+        a = places[self.layout.replica(stage, source).ranks[0]]
+        b = places[self.layout.replica(below, target).ranks[0]]
+        on_one_machine = a.machine == b.machine
+        return (
+            on_one_machine and self.network.joined((a.rank, b.rank)),
+            on_one_machine,
+            a.node.name,
+            b.node.name,
+            self._at_once(stage, below, a),
+            self._at_once(below, stage, b),
+        )
+
+    def _shared_way(self, ranks: tuple[int, ...], stages: tuple[int, ...], spread: int) -> Link:
+        places, at_once = self.layout.cluster.places, []
+        alone, resources = self.network.path(ranks[0], ranks[1])
+        for resource in resources:
+            end = resource.way == IN
+            sharing = dict(self._at_once(stages[end], stages[1 - end], places[ranks[end]])).get(resource.kind, 1)
+            at_once.append(spread * sharing / self.network.rate(resource))
+        return Link(alone.latency_seconds, max([alone.seconds_per_byte, *at_once]))
+
+    def _at_once(self, stage: int, other: int, place: Place) -> tuple[tuple[str, int], ...]:
+        """By kind of resource, how many replicas of the stage share what `place` has of it on their way from or to the
+        `other` stage: all there, but where the stages have equally many no more than can have their partner
+        elsewhere."""
+        found = self._sharing.get((stage, other, place.machine))
+        if found is None:
+            own, partners = self._leaders(stage), self._leaders(other)
+            replicas = [len(self.layout.stages[at].replicas) for at in (stage, other)]
+            found = tuple(
+                (key[0], min(own[key], replicas[1] - partners[key]) if replicas[0] == replicas[1] else own[key])
+                for key in self._shared_at(place)
+            )
+            self._sharing[stage, other, place.machine] = found
+        return found
+
+    @memoized
+    def _leaders(self, stage: int) -> Counter[tuple[str, object]]:
+        """How many replicas of the stage have their leaders on a machine, in a rack, in a region."""
+        found = Counter[tuple[str, object]]()
+        for replica in self.layout.stages[stage].replicas:
+            found.update(self._shared_at(self.layout.cluster.places[replica.ranks[0]]))
+        return found
+
+    def _shared_at(self, place: Place) -> list[tuple[str, object]]:
+        """What the messages of a machine share, by kind and owner."""
+        rack, regions = self.network.racks.get(place.node.name), self.layout.cluster.links.regions
+        found: list[tuple[str, object]] = [("cards", place.machine), ("bridge", place.machine), ("host", place.machine)]
+        if rack is not None:
+            found.append(("rack", rack.name))
+        if regions is not None:
+            found.append(("regions", regions.of_node[place.node.name]))
+        return found
