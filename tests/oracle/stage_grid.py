@@ -11,7 +11,7 @@ import numpy as np
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.state_costs import Reduction
+from hethub.predictor.pipeline.state.costs import Reduction
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, StageSpec
 from hethub.spec.schedule.actions import Kind

@@ -19,7 +19,7 @@ from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.groups import Operation
 from hethub.predictor.cost.node_links import host_gbytes_per_second
 from hethub.predictor.memory.state import optimizer_bytes
-from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
+from hethub.predictor.pipeline.state.costs import BUCKET_BYTES
 from hethub.spec.plan import Offload, Recompute
 
 _PROBED = (1e9, 2e9)  # bytes: seconds of a collective are linear in them

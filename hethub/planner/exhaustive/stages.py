@@ -16,7 +16,7 @@ from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.state_costs import Reduction
+from hethub.predictor.pipeline.state.costs import Reduction
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import Recompute, ScheduleName
 from hethub.spec.schedule.microbatches import deal_sizes

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.replay import TaskGraph
-from hethub.predictor.pipeline.state_costs import Portion
+from hethub.predictor.pipeline.state.costs import Portion
 from hethub.predictor.pipeline.symmetry import FoldedCosts
 from hethub.predictor.pipeline.task_graph import Compute
 from hethub.predictor.pipeline.wiring import Place, StageNodes

@@ -13,7 +13,7 @@ from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.predictor.cost.software import Software, element_bytes
 from hethub.predictor.memory.state import optimizer_bytes
 from hethub.predictor.pipeline.overlap import Ends, MicrobatchCost, Parts
-from hethub.predictor.pipeline.state_costs import Portion, StateCosts
+from hethub.predictor.pipeline.state.costs import Portion, StateCosts
 from hethub.predictor.pipeline.traffic.link_loads import LinkLoads, Paces
 from hethub.predictor.pipeline.traffic.messages import Messages
 from hethub.predictor.pipeline.traffic.routes import Flow, Pair, Routes

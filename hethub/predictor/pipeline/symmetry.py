@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.overlap import MicrobatchCost
-from hethub.predictor.pipeline.state_costs import Portion
+from hethub.predictor.pipeline.state.costs import Portion
 from hethub.predictor.pipeline.traffic.link_loads import Paces
 from hethub.predictor.pipeline.traffic.routes import Group
 from hethub.spec.layout.bind import Layout

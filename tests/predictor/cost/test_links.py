@@ -11,7 +11,7 @@ from hethub.predictor.cost.profile import LinkTiming, ProfileSpec
 from hethub.predictor.cost.resources import Resource
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
+from hethub.predictor.pipeline.state.costs import BUCKET_BYTES
 from hethub.predictor.predict import predict
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
@@ -36,13 +36,13 @@ def test_a_tied_head_on_other_ranks_is_summed_between_the_ends() -> None:
         PlanCosts(uniform(model, on, pp=2, **shape), HETHUB, packaged())  # type: ignore[arg-type]
         for model in (tied, LLAMA_8B)
     ]
-    assert costs[1].state.tied_seconds == 0.0
+    assert costs[1].state.tied.seconds == 0.0
     # Four ranks of a node each send half of a quarter of the fp32 gradients to the rank that steps it, over 40 Gbit/s
     # at best.
     wire = 0.5 * tied.vocab * tied.hidden * 4 / (40e9 / 8)
-    assert costs[0].state.tied_seconds > wire
-    assert costs[0].state.reduction(0).tail_seconds == pytest.approx(costs[0].state.tied_seconds)
-    assert PlanCosts(uniform(tied, on, pp=1, **shape), HETHUB, packaged()).state.tied_seconds == 0.0  # type: ignore[arg-type]
+    assert costs[0].state.tied.seconds > wire
+    assert costs[0].state.reduction(0).tail_seconds == pytest.approx(costs[0].state.tied.seconds)
+    assert PlanCosts(uniform(tied, on, pp=1, **shape), HETHUB, packaged()).state.tied.seconds == 0.0  # type: ignore[arg-type]
 
 
 def test_spread_sends_use_every_interface() -> None:

@@ -10,7 +10,7 @@ from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.overlap import Round, Visit, delays
-from hethub.predictor.pipeline.state_costs import BUCKET_BYTES, Portion
+from hethub.predictor.pipeline.state.costs import BUCKET_BYTES, Portion
 from hethub.predictor.pipeline.step import step_times
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import Kind

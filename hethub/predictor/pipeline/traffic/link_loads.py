@@ -20,7 +20,7 @@ from hethub.predictor.cost.groups import Operation
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.resources import OF_RANKS, Resource
 from hethub.predictor.memory.parameters import RankWidths, StageParameters, rank_widths, replica_widths
-from hethub.predictor.pipeline.state_costs import StateCosts
+from hethub.predictor.pipeline.state.costs import StateCosts
 from hethub.predictor.pipeline.traffic.routes import Flow, Routes
 from hethub.spec.layout.bind import ALL_IN_FLIGHT
 from hethub.spec.layout.execution import Kind, actor_order

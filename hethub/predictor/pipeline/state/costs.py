@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import is_cpu
-from hethub.predictor.cost.groups import UNEVEN, Group
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.node_links import HostCopies
 from hethub.predictor.cost.software import Software, element_bytes, gradient_bytes
@@ -21,10 +20,10 @@ from hethub.predictor.memory.parameters import (
 )
 from hethub.predictor.memory.state import zero_level
 from hethub.predictor.pipeline.overlap import NO_ENDS, Ends, Round, excess, exposed
-from hethub.predictor.pipeline.rings import Rings
+from hethub.predictor.pipeline.state.rings import Rings
+from hethub.predictor.pipeline.state.tied_head import TiedHead
 from hethub.spec.layout.bind import ALL_IN_FLIGHT, Layout
 from hethub.spec.layout.execution import Kind
-from hethub.spec.layout.state import both_ends_step
 from hethub.spec.plan import ReplicaSpec
 
 BUCKET_BYTES = 16 * 2**20  # of fp32 gradients; the last one cannot overlap with any backward
@@ -63,6 +62,7 @@ class StateCosts:
         self.width = element_bytes(software.math_precision(layout.plan.precision))
         last = layout.num_stages - 1
         self.whole = [Portion(stage.num_layers, s == 0, s == last) for s, stage in enumerate(layout.stages)]  # by stage
+        self.tied = TiedHead(layout, software, network, self.width, self.gradient_wire_bytes)
         self._held: dict[tuple[object, ...], Held] = {}
         self.rings = Rings(
             layout, software, network, lambda stage: self.most_parameters(stage, Portion(1, False, False))
@@ -90,7 +90,7 @@ class StateCosts:
         """Parameters of a portion, None for all of the stage, on the replica's fullest rank; where both ends of a
         tied head sum and step it together, without that."""
         held = self.held(spec, portion or self.whole[stage])
-        return held.own if self.tied_group else held.own + held.apart
+        return held.own if self.tied.group else held.own + held.apart
 
     def held(self, spec: ReplicaSpec, portion: Portion) -> Held:
         """Parameters of a portion on the replica's fullest rank."""
@@ -110,17 +110,6 @@ class StateCosts:
             return Held(count, 0)
         return Held(count - portion.first * rank.table, (portion.first or portion.last) * rank.table)
 
-    @cached_property
-    def tied_group(self) -> Group | None:
-        """The ranks at one position of every replica at both ends, who sum a tied head together; None where there is none
-        apart, or where it is summed in pairs, as by other frameworks. All step it, or by its shares the first stage."""
-        layout = self.layout
-        if not layout.head_is_apart or not self.software.one_tied_copy:
-            return None
-        ranks = [replica.ranks[0] for end in (0, -1) for replica in layout.stages[end].replicas]
-        owned = layout.stages[0].every_state_share
-        return self.network.group(ranks, None if both_ends_step(layout) else {r: owned.get(r, 0.0) for r in ranks})
-
     def owned(self, stage: int, spec: ReplicaSpec, rank: int, portion: Portion | None) -> float:
         """Parameters that a rank steps of a portion, by default of all of the stage."""
         portion = portion or self.whole[stage]
@@ -135,8 +124,9 @@ class StateCosts:
         microbatches."""
         found, ends = self._over_replicas(stage, portion), portion or self.whole[stage]
         if self.layout.head_is_apart and (ends.first or ends.last):
-            sent = (self.gradient_wire_bytes, self.gradient_wire_bytes, self.width if self.tied_group else 0)
-            found = Reduction(*[self._beside_tied(stage, portion, *each) for each in zip(found, sent, strict=True)])
+            sent = (self.gradient_wire_bytes, self.gradient_wire_bytes, self.width if self.tied.group else 0)
+            passing = [self._passing_seconds(stage, portion, each) for each in sent]
+            found = Reduction(*map(self.tied.beside, found, passing, sent))
         own = self.layout.stages[stage]
         if "parameters" in own.offload and len(own.replicas) > 1 and self.level(stage) in (1, 2):
             # New weights pass the accelerator to the others' hosts. At level 0 every rank has stepped all that it holds.
@@ -144,49 +134,10 @@ class StateCosts:
             found = found._replace(gather_seconds=found.gather_seconds + copied)
         return found
 
-    def _beside_tied(self, stage: int, portion: Portion | None, seconds: float, width: float) -> float:
-        """Seconds of a stage's collectives with those of a tied head, of so many bytes a parameter: its group is its own, and
-        waits for the bytes of the others, and they for its, but not for latencies."""
-        num_bytes = self.most_parameters(stage, portion) * width
-        passing = self.rings.seconds(stage, num_bytes) - self.rings.seconds(stage, 1e-6) if num_bytes else 0.0
-        tied = width / self.gradient_wire_bytes * (self.tied_seconds - self._tied_latency)
-        return max(seconds + tied, (width > 0) * self._tied_latency + tied + min(seconds, passing))
-
-    @cached_property
-    def tied_seconds(self) -> float:
-        """Seconds to sum the gradients of a tied head with those of the embedding, on other ranks than it."""
-        layout = self.layout
-        if not layout.head_is_apart:
-            return 0.0
-        first, last = layout.stages[0].replicas, layout.stages[-1].replicas
-        if self.tied_group:
-            most = max(self._table(replica) for replica in (*first, *last))
-            num_bytes = most * self.gradient_wire_bytes
-            return self._over_both_ends(self.tied_group, num_bytes)
-        places = layout.cluster.places
-        machines = [places[rank].machine for replica in first for rank in replica.ranks]
-        width = self.width if self.software.gradient_wire_bytes else gradient_bytes(self.width)
-        slowest: dict[tuple[int, int], float] = {}
-        for a, b in zip(first, last, strict=False):
-            ends = (places[a.ranks[0]].machine, places[b.ranks[0]].machine)
-            if ends not in slowest:
-                num_bytes = width * max(self._table(a), self._table(b))
-                group = self.network.group([a.ranks[0], b.ranks[0]])
-                slowest[ends] = self.network.all_reduce(group, num_bytes, machines.count(ends[0]))
-        return max(slowest.values())
-
-    @cached_property
-    def _tied_latency(self) -> float:
-        """Of these seconds those that no bytes take; of sums in pairs, as of other frameworks, none is told apart."""
-        return min(self.tied_seconds, self._over_both_ends(self.tied_group, 1e-6)) if self.tied_group else 0.0
-
-    def _over_both_ends(self, group: Group, num_bytes: float) -> float:
-        times = 1.0 if both_ends_step(self.layout) else UNEVEN
-        return times * self.network.reduce_scatter(group, num_bytes, self.network.sharing(group))
-
-    def _table(self, replica: ReplicaSpec) -> int:
-        """Parameters of the embedding, or of a head tied to it, on the replica's fullest rank."""
-        return self.model.hidden * max(widths.vocab for widths in replica_widths(self.model, replica, self.software))
+    def _passing_seconds(self, stage: int, portion: Portion | None, element_bytes: int) -> float:
+        """Seconds that a collective over replicas of so many bytes a parameter takes beyond its latency."""
+        num_bytes = self.most_parameters(stage, portion) * element_bytes
+        return self.rings.seconds(stage, num_bytes) - self.rings.seconds(stage, 1e-6) if num_bytes else 0.0
 
     def _over_replicas(self, stage: int, portion: Portion | None) -> Reduction:
         stage_spec, ends = self.layout.stages[stage], portion or self.whole[stage]

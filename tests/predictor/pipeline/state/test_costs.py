@@ -12,7 +12,7 @@ from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.resources import Resource
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.state_costs import Portion, StateCosts
+from hethub.predictor.pipeline.state.costs import Portion, StateCosts
 from hethub.predictor.pipeline.step import step_times
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
@@ -80,7 +80,7 @@ def test_the_sum_of_a_tied_head_waits_for_the_bytes_of_others_alone(hidden: int,
     model = LLAMA_8B.replace(tied_head=True, hidden=hidden, ffn=2 * hidden, vocab=hidden, layers=layers)
     layout = uniform(model, on, tp=1, pp=2, micro_batch=1, batch=4, seq=1024, zero=1)
     costs = StateCosts(layout, HETHUB, Network(on), lambda stage, portion: (1.0, 2.0))
-    alone, tied = costs._over_replicas(1, None).tail_seconds, costs.tied_seconds
+    alone, tied = costs._over_replicas(1, None).tail_seconds, costs.tied.seconds
     expected = alone + tied if waits else max(alone, tied)
     assert costs.reduction(1).tail_seconds == pytest.approx(expected, rel=0.03)
 
@@ -96,7 +96,7 @@ def test_a_tied_head_is_summed_where_the_first_stages_shares_say() -> None:
     assert [cut.size for cut in table.cuts] == [model.vocab * model.hidden, 0, 0, 0]
     network = Network(on)
     costs = StateCosts(layout, HETHUB, network, lambda stage, portion: (1.0, 2.0))
-    assert costs.tied_seconds == pytest.approx(1.25 * 4 * table.numel / network.staging_rate, rel=0.02)
+    assert costs.tied.seconds == pytest.approx(1.25 * 4 * table.numel / network.staging_rate, rel=0.02)
     assert sum(costs.most_parameters(stage) for stage in (0, 1)) + table.numel == model.parameters
 
 
@@ -120,7 +120,7 @@ def test_copies_of_a_tied_head_are_summed_when_the_slowest_pair_is() -> None:
     costs = StateCosts(layout, replace(HETHUB, one_tied_copy=False), network, lambda stage, portion: (1.0, 2.0))
     pairs = [network.all_reduce(network.group(pair), num_bytes) for pair in ([0, 2], [1, 3])]
     assert pairs[0] < 0.1 * pairs[1]
-    assert costs.tied_seconds >= pairs[1]
+    assert costs.tied.seconds >= pairs[1]
 
 
 def test_pairs_that_sum_a_tied_head_share_their_cards() -> None:
@@ -129,7 +129,7 @@ def test_pairs_that_sum_a_tied_head_share_their_cards() -> None:
     layout = uniform(model, on, tp=1, pp=2, micro_batch=1, batch=4, seq=1024)
     network, num_bytes = Network(on), 4 * model.vocab * model.hidden
     costs = StateCosts(layout, replace(HETHUB, one_tied_copy=False), network, lambda stage, portion: (1.0, 2.0))
-    assert costs.tied_seconds == pytest.approx(4 * num_bytes / network.rate(Resource("cards", 0)), rel=1e-3)
+    assert costs.tied.seconds == pytest.approx(4 * num_bytes / network.rate(Resource("cards", 0)), rel=1e-3)
 
 
 def test_norms_by_themselves_are_all_that_do_not_decay() -> None:
@@ -223,7 +223,7 @@ def test_a_tied_table_is_summed_as_the_narrower_end_holds_it(ends: tuple[list[in
     ]
     state = PlanCosts(Layout(plan.replace(stages=stages), model, on), HETHUB, packaged()).state
     summed = state.network.reduce_scatter(state.network.group([0, 1]), 4 * model.vocab * model.hidden)
-    assert state.tied_seconds == pytest.approx(summed)
+    assert state.tied.seconds == pytest.approx(summed)
 
 
 @pytest.mark.parametrize("what", ["parameters", "activations"])
