@@ -205,6 +205,28 @@ def test_a_hub_and_its_ranks_hear_each_other_without_news(job):
         time.sleep(0.01)
 
 
+def test_time_in_which_nobody_had_a_turn_is_nobodys_silence(job, monkeypatch):
+    """A job that was stopped (Ctrl-Z) and went on, or whose hub's thread stood still, ended by an arbitrary rank's silence."""
+    clock, beat, held_up = time.monotonic, job.hub._beat, threading.Event()
+    seconds = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + seconds[0])
+
+    def beats_late():
+        seconds[0] = 1000.0
+        held_up.set()
+        monkeypatch.delattr(job.hub, "_beat")
+        beat()
+
+    monkeypatch.setattr(job.hub, "_beat", beats_late)
+    assert held_up.wait(20)
+    ends = [*job.hub._ranks.values(), *(rank._connection for rank in job.ranks)]
+    began, deadline = time.monotonic(), clock() + 20
+    while any(end.heard < began for end in ends):
+        assert clock() < deadline
+        time.sleep(0.01)
+    check_alive(job)
+
+
 def test_a_hub_that_leaves_says_so_and_one_that_falls_silent_is_named(job):
     job.ranks[1]._silence_seconds = -1.0
     assert "rank 0 has stopped: no sign of life" in str(job.ranks[1].wait_for_failure(20))

@@ -81,6 +81,10 @@ class Connection:
             return None
         return messages if all(isinstance(message, dict) for message in messages) else None
 
+    def excuse(self, seconds: float) -> None:
+        """The other side may have spoken for so long while this one, stopped or without a turn, did not listen."""
+        self.since, self.heard = self.since + seconds, self.heard + seconds
+
     def close(self) -> None:
         self.closed = True
         with contextlib.suppress(OSError):

@@ -109,7 +109,7 @@ class Liveness:
         self._connection.close()
 
     def _run(self) -> None:
-        last_beat = 0.0
+        last_beat = time.monotonic() - HEARTBEAT_SECONDS
         messages: list[dict[str, Any]] | None = self._early
         while not self._closed:
             if messages is None:
@@ -118,12 +118,14 @@ class Liveness:
                 return
             for message in messages:
                 self._hear(message)
-            silent = time.monotonic() - self._connection.heard
+            now = time.monotonic()
+            if now - last_beat >= HEARTBEAT_SECONDS:
+                self._connection.excuse(max(0.0, now - last_beat - 2 * HEARTBEAT_SECONDS))
+                last_beat = now
+                self._connection.send(type="alive")
+            silent = now - self._connection.heard
             if silent > self._silence_seconds:
                 self._learn(Failure(rank=0, reason=self._silence(silent)))
-            if time.monotonic() - last_beat >= HEARTBEAT_SECONDS:
-                last_beat = time.monotonic()
-                self._connection.send(type="alive")
             messages = self._connection.read()
 
     def _silence(self, seconds: float) -> str:
