@@ -46,6 +46,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, *, trusted: bool = False) -> None:
         self.socket = sock
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # news does not wait until a beat is acknowledged
         self.trusted = trusted  # the other side has proved the token, or is whom this side must trust
         self.rank: int | None = None
         self.host = ""

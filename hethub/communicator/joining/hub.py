@@ -87,8 +87,10 @@ class Hub:
         os.close(self._wake)
 
     def _watch(self) -> None:
-        while not self._closed:
-            for key, _ in self._selector.select(HEARTBEAT_SECONDS / 2):
+        is_closed = False
+        while not is_closed:
+            is_closed = self._closed  # what was said before that is heard: it may be why this rank leaves
+            for key, _ in self._selector.select(0 if is_closed else HEARTBEAT_SECONDS / 2):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.data is not None and not key.data.closed:
