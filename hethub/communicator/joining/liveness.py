@@ -54,8 +54,7 @@ class Liveness:
     def wait_for_all(self, seconds: float) -> None:
         """Returns when every rank has joined. Raises RunFailed naming the one that has not, or has failed since."""
         told = self._told.wait(seconds)
-        if self.failure is not None:
-            raise RunFailed(f"rank {self._rank} ends because {self.failure}.")
+        self.require_whole()
         if not told:
             raise RunFailed(f"rank {self._rank} ends because rank 0 did not say within {seconds:g} s who has come.")
 
@@ -72,9 +71,13 @@ class Liveness:
 
         threading.Thread(target=run, name="hethub-connect", daemon=True).start()
         while not futures.wait([made], _LOOK_SECONDS).done:
-            if self.failure is not None:
-                raise RunFailed(f"rank {self._rank} ends because {self.failure}.")
+            self.require_whole()
         return made.result()
+
+    def require_whole(self, seconds: float = 0.0) -> None:
+        """Raises RunFailed where a rank has failed, or this one hears of it within so many seconds."""
+        if self.wait_for_failure(seconds) is not None:
+            raise RunFailed(f"rank {self._rank} ends because {self.failure}.") from None
 
     def when_failed(self, callback: Callable[[Failure], None]) -> None:
         """`callback` runs once, in a thread of its own, when the world's failure is known."""
