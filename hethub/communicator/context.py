@@ -234,6 +234,10 @@ class Context:
         store = dist.PrefixStore(self.meeting_place("group-number", name, members), self.rendezvous.store)
         if self.rank == members[0]:
             store.set("number", str(self.rendezvous.store.add("group-numbers", 1)))
+        pause = 0.001
+        while not store.check(["number"]):  # in a get, the store would have no answer for others when a rank is gone
+            self.watch.liveness.require_whole(pause)
+            pause = min(2 * pause, 0.2)
         number = int(store.get("number"))
         torch_private.delete_when_read(store, ["number"], len(members))
         return number

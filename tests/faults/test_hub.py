@@ -205,11 +205,45 @@ def test_a_hub_and_its_ranks_hear_each_other_without_news(job):
         time.sleep(0.01)
 
 
+def test_time_in_which_nobody_had_a_turn_is_nobodys_silence(job, monkeypatch):
+    """A job that was stopped (Ctrl-Z) and went on, or whose hub's thread stood still, ended by an arbitrary rank's silence."""
+    clock, beat, held_up, seconds = time.monotonic, job.hub._beat, threading.Event(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + seconds[0])
+
+    def beats_late():
+        seconds[0] = 1000.0
+        held_up.set()
+        monkeypatch.delattr(job.hub, "_beat")
+        beat()
+
+    monkeypatch.setattr(job.hub, "_beat", beats_late)
+    assert held_up.wait(20)
+    ends = [*job.hub._ranks.values(), *(rank._connection for rank in job.ranks)]
+    began, deadline = time.monotonic(), clock() + 20
+    while any(end.heard < began for end in ends):
+        assert clock() < deadline
+        time.sleep(0.01)
+    check_alive(job)
+
+
 def test_a_hub_that_leaves_says_so_and_one_that_falls_silent_is_named(job):
     job.ranks[1]._silence_seconds = -1.0
     assert "rank 0 has stopped: no sign of life" in str(job.ranks[1].wait_for_failure(20))
     job.hub.close()
     assert job.ranks[0].wait_for_failure(0.5) is None
+
+
+def test_a_hub_that_closes_passes_on_what_it_was_told_before(job, monkeypatch):
+    """Rank 0 tells why it leaves, and leaves."""
+    beating, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(job.hub, "_beat", lambda: (beating.set(), go.wait(20)))
+    assert beating.wait(20)
+    job.ranks[0].report("failed: on purpose")
+    threading.Thread(target=job.hub.close).start()
+    while not job.hub._closed:
+        time.sleep(0.01)
+    go.set()
+    assert str(job.ranks[1].wait_for_failure(20)) == "rank 0 failed: on purpose"
 
 
 def test_the_hubs_own_rank_is_told_last(job, monkeypatch):

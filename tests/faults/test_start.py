@@ -10,7 +10,8 @@ import pytest
 from tests.support.command import check_refused, needs_mpirun, ranks, start_mpirun, start_torchrun
 from tests.support.job_files import write_job
 
-TIMEOUT_SECONDS = 10
+TIMEOUT_SECONDS = 10  # of which nothing is heard of a rank that has stopped for a half, or that has not joined for all
+KILLED_SECONDS = 60  # who is killed behind that is missed at once, however long the others take
 SAID = {signal.SIGKILL: "is gone", signal.SIGSTOP: "has stopped"}
 
 
@@ -42,7 +43,9 @@ def fail_at(moment, victim, how, rank):
 
 def start_and_fail(tmp_path, moment, victim, how):
     """How the others ended."""
-    job = write_job(tmp_path / "job", communicator={"timeout_seconds": TIMEOUT_SECONDS})
+    is_missed = how == signal.SIGKILL and moment != "knowing the store"
+    seconds = KILLED_SECONDS if is_missed else TIMEOUT_SECONDS
+    job = write_job(tmp_path / "job", communicator={"timeout_seconds": seconds})
     hook = partial(fail_at, moment, victim, how)
     results = ranks(4, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=hook)
     return [ended for rank, ended in enumerate(results) if rank != victim]

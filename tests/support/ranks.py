@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.rank_server import wait_for_all
+
 _SERVER = Path(__file__).with_name("rank_server.py")
 
 
@@ -93,6 +95,11 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
         others = ", ".join(f"rank {r}: {o.error or o.exit_code}" for r, o in broken[1:])
         raise AssertionError(f"rank {rank} {how}\n{first.traceback or ''}\n{first.stderr}\n{others}")
     return [outcome.value for outcome in outcomes]
+
+
+def meet(world: Any) -> None:
+    """Returns when all ranks have come: who fails right behind what connects them would break the others' connecting."""
+    wait_for_all(world._context.rendezvous.store, "come", world.rank, world.size)
 
 
 def wait_for(moment: Path) -> None:

@@ -42,7 +42,9 @@ def create_group(options: Any, given: Any) -> dist.ProcessGroup:
     """The group torch asks for: the native library's own inside one island, a bridged one otherwise."""
     default = torch_private.default_group()
     if default is not None:
-        return _make_group(context_of(default), options, is_default=False)
+        context = context_of(default)
+        with reaching(context.rank, context.watch.liveness):
+            return _make_group(context, options, is_default=False)
     context = given if isinstance(given, Context) else context_from_environment(options)
     with connecting(context.rendezvous):
         group = _make_group(context, options, is_default=True)

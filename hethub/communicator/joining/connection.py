@@ -46,6 +46,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, *, trusted: bool = False) -> None:
         self.socket = sock
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # news does not wait until a beat is acknowledged
         self.trusted = trusted  # the other side has proved the token, or is whom this side must trust
         self.rank: int | None = None
         self.host = ""
@@ -80,6 +81,10 @@ class Connection:
         except (ValueError, RecursionError):  # no JSON, or nested beyond all reason
             return None
         return messages if all(isinstance(message, dict) for message in messages) else None
+
+    def excuse(self, seconds: float) -> None:
+        """The other side may have spoken for so long while this one, stopped or without a turn, did not listen."""
+        self.since, self.heard = self.since + seconds, self.heard + seconds
 
     def close(self) -> None:
         self.closed = True

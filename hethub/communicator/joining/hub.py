@@ -48,7 +48,7 @@ class Hub:
         self._silence_seconds = silence_seconds
         self._meeting_seconds = meeting_seconds
         self._place = place
-        self._began = time.monotonic()
+        self._began = self._last_beat = time.monotonic()
         self._nonces: dict[Connection, str] = {}  # of those that have proved nothing yet, the oldest first
         self._ranks: dict[int, Connection] = {}
         self._selector = selectors.DefaultSelector()
@@ -87,15 +87,15 @@ class Hub:
         os.close(self._wake)
 
     def _watch(self) -> None:
-        last_beat = time.monotonic()
-        while not self._closed:
-            for key, _ in self._selector.select(HEARTBEAT_SECONDS / 2):
+        is_closed = False
+        while not is_closed:
+            is_closed = self._closed  # what was said before that is heard: it may be why this rank leaves
+            for key, _ in self._selector.select(0 if is_closed else HEARTBEAT_SECONDS / 2):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.data is not None and not key.data.closed:
                     self._hear(key.data)
-            if time.monotonic() - last_beat >= HEARTBEAT_SECONDS:
-                last_beat = time.monotonic()
+            if time.monotonic() - self._last_beat >= HEARTBEAT_SECONDS:
                 self._beat()
 
     def _accept(self) -> None:
@@ -165,6 +165,9 @@ class Hub:
 
     def _beat(self) -> None:
         now = time.monotonic()
+        held_up, self._last_beat = max(0.0, now - self._last_beat - 2 * HEARTBEAT_SECONDS), now
+        for connection in (*self._ranks.values(), *self._nonces):
+            connection.excuse(held_up)
         for stranger in [one for one in self._nonces if now - one.since > HELLO_SECONDS]:
             self._drop(stranger)
         for rank, connection in self._ranks.items():

@@ -54,8 +54,7 @@ class Liveness:
     def wait_for_all(self, seconds: float) -> None:
         """Returns when every rank has joined. Raises RunFailed naming the one that has not, or has failed since."""
         told = self._told.wait(seconds)
-        if self.failure is not None:
-            raise RunFailed(f"rank {self._rank} ends because {self.failure}.")
+        self.require_whole()
         if not told:
             raise RunFailed(f"rank {self._rank} ends because rank 0 did not say within {seconds:g} s who has come.")
 
@@ -72,9 +71,13 @@ class Liveness:
 
         threading.Thread(target=run, name="hethub-connect", daemon=True).start()
         while not futures.wait([made], _LOOK_SECONDS).done:
-            if self.failure is not None:
-                raise RunFailed(f"rank {self._rank} ends because {self.failure}.")
+            self.require_whole()
         return made.result()
+
+    def require_whole(self, seconds: float = 0.0) -> None:
+        """Raises RunFailed where a rank has failed, or this one hears of it within so many seconds."""
+        if self.wait_for_failure(seconds) is not None:
+            raise RunFailed(f"rank {self._rank} ends because {self.failure}.") from None
 
     def when_failed(self, callback: Callable[[Failure], None]) -> None:
         """`callback` runs once, in a thread of its own, when the world's failure is known."""
@@ -109,7 +112,7 @@ class Liveness:
         self._connection.close()
 
     def _run(self) -> None:
-        last_beat = 0.0
+        last_beat = time.monotonic() - HEARTBEAT_SECONDS
         messages: list[dict[str, Any]] | None = self._early
         while not self._closed:
             if messages is None:
@@ -118,12 +121,14 @@ class Liveness:
                 return
             for message in messages:
                 self._hear(message)
-            silent = time.monotonic() - self._connection.heard
+            now = time.monotonic()
+            if now - last_beat >= HEARTBEAT_SECONDS:
+                self._connection.excuse(max(0.0, now - last_beat - 2 * HEARTBEAT_SECONDS))
+                last_beat = now
+                self._connection.send(type="alive")
+            silent = now - self._connection.heard
             if silent > self._silence_seconds:
                 self._learn(Failure(rank=0, reason=self._silence(silent)))
-            if time.monotonic() - last_beat >= HEARTBEAT_SECONDS:
-                last_beat = time.monotonic()
-                self._connection.send(type="alive")
             messages = self._connection.read()
 
     def _silence(self, seconds: float) -> str:

@@ -11,10 +11,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from hethub.communicator.joining.connection import proof
+from hethub.communicator.joining.liveness import Liveness
 from hethub.communicator.joining.watch import Watch
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.network import TOKEN_VARIABLE
 
+NEWS_SECONDS = 2.0  # a lost store is often felt before its cause is told
 _LEAVE_SECONDS = 10.0
 
 
@@ -95,11 +97,16 @@ def exchange_last_words(store: dist.Store, rank: int, size: int, own: str) -> No
 
 
 @contextlib.contextmanager
-def reaching(rank: int) -> Iterator[None]:
-    """The block, whose DistError becomes RunFailed: the store is gone, or a rank has not come to what all do."""
+def reaching(rank: int, liveness: Liveness | None = None) -> Iterator[None]:
+    """The block, whose error of the store or of Gloo becomes RunFailed: the store is gone, or a rank has not come to what
+    all do, or has gone. What has failed is named where that is known."""
     try:
         yield
-    except dist.DistError as error:
+    except RunFailed:
+        raise
+    except RuntimeError as error:
+        if liveness is not None:
+            liveness.require_whole(NEWS_SECONDS)
         raise RunFailed(f"rank {rank} could not meet the other ranks: {_reason(error)}") from None
 
 

@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hethub.communicator import Rendezvous
-from hethub.communicator.joining.rendezvous import unheard
+from hethub.communicator.joining.rendezvous import NEWS_SECONDS, unheard
 from hethub.spec.errors import BadInput, RunFailed
 
 T = TypeVar("T")
 Answer = dict[str, Any]  # what a rank tells the others: a value, a fault of the input, or its own failure
 
 _LEAVE_SECONDS = 10.0
-_NEWS_SECONDS = 2.0  # a lost store is often felt before its cause is told
 
 
 def all_gather(meeting: Rendezvous, key: str, value: Any) -> list[Any]:
@@ -84,9 +83,8 @@ def _reaching(meeting: Rendezvous, key: str, ranks: Sequence[int]) -> Iterator[N
     try:
         yield
     except dist.DistError as error:
-        failure = meeting.watch.liveness.wait_for_failure(_NEWS_SECONDS) if meeting.watch is not None else None
-        if failure is not None:
-            raise RunFailed(f"rank {meeting.rank} ends because {failure}.") from None
+        if meeting.watch is not None:
+            meeting.watch.liveness.require_whole(NEWS_SECONDS)
         silent, reason = unheard(meeting.store, [_place(key, rank) for rank in ranks], error)
         raise RunFailed(
             f"rank {meeting.rank} heard nothing from rank {ranks[silent]} when the ranks were to agree on the {key}: {reason}"

@@ -28,7 +28,7 @@ from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.ranges import from_sizes
 from tests.communicator.groups.test_operations import LAYOUTS, move_all_types, premul_and_coalesced, reduce_all_cases
-from tests.support.ranks import run_ranks, start_ranks, values
+from tests.support.ranks import meet, run_ranks, start_ranks, values
 
 STAGED = [
     pytest.param([[0, 1], [2, 3]], [0, 1, 2, 3], id="2+2, both on devices"),
@@ -275,6 +275,7 @@ def test_turns_come_in_the_order_taken_and_a_failed_one_frees_the_next():
 def fail_inside_a_turn(world):
     """An operation on staged tensors fails; the ones behind it fail too instead of waiting for its turn for ever."""
     groups = [world.group([0, 1, 2, 3]), world.group([0, 1, 2])]
+    meet(world)
     if world.rank == 3:
         world.abort("on purpose")
         return []
@@ -370,6 +371,7 @@ def test_threads_start_on_the_ranks_device():
 def stop_or_die(world, how):
     """Rank 3 is stopped or killed while staged operations of two groups are under way."""
     groups = [world.group([0, 1, 2, 3]), world.group([0, 1, 3])]
+    meet(world)
     if world.rank == 3:
         os.kill(os.getpid(), how)
     works = [dist.all_reduce(torch.ones(200_000), group=group, async_op=True) for group in groups if group is not None]

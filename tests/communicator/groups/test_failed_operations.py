@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hethub.communicator import torch_private
 from hethub.spec.errors import BadInput, RunFailed
+from tests.support.rank_server import wait_for_all
 from tests.support.ranks import start_ranks, values, wait_for
 
 SIZES = [3, 200_000]  # sums of few numbers go the short way
@@ -63,6 +65,8 @@ def test_no_sum_holds_another_ones_numbers(part, size, async_op):
 def wait_for_a_late_rank(rank, store, folder):
     """Rank 1 enters a group's sum when rank 0 has given it up at the group's own timeout."""
     dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    create = torch_private.create_gloo_group  # for which a second may be short, on a loaded machine
+    torch_private.create_gloo_group = lambda store, rank, size, _, *where: create(store, rank, size, 60, *where)
     group, found = dist.new_group([0, 1], timeout=timedelta(seconds=1)), []
     for step in range(2):
         if rank == 1 and step == 0:
@@ -216,7 +220,10 @@ def name_the_peer_of_a_group(rank, store, folder):
     """What messages of groups say of a peer that does not answer; its place in them is 1 less than its rank. The last one
     cannot be sent any more: the one before has ended the world."""
     dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
-    groups = [dist.new_group([1, 2], timeout=timedelta(seconds=1)) for _ in range(3 * (rank > 0))]
+    groups = []
+    for number in range(3 * (rank > 0)):
+        wait_for_all(store, number, rank - 1, 2)  # to connect they have no more than the second
+        groups.append(dist.new_group([1, 2], timeout=timedelta(seconds=1)))
     said = []
     if rank == 2:
         for group, start in zip(groups, (dist.irecv, dist.isend, dist.isend), strict=True):

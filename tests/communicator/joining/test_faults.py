@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from hethub.communicator import Rendezvous, connect
 from hethub.communicator.joining.liveness import Liveness
 from hethub.spec.errors import RunFailed
-from tests.support.ranks import start_ranks, values, wait_for
+from tests.support.ranks import meet, start_ranks, values, wait_for
 
 TWO_ISLANDS = {"islands": [[0, 2], [1, 3]], "timeout_seconds": 60}
 
@@ -183,7 +184,8 @@ def speak_behind_the_watchdog(world):
     world.barrier()
     if world.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(1.0)
+    while "ends because" not in Path("stderr-1").read_text():
+        time.sleep(0.01)
     world.abort("found out late")
     os.write(2, b"hethub: said again\n")
 
@@ -222,6 +224,7 @@ def rebuild_after_a_fault(rank, store, how, message):
     """Survivors learn of the fault of rank 3, leave the broken world and build one of their own."""
     meeting = Rendezvous.on_one_host(dist.PrefixStore("first", store), rank, 4)
     first = connect(meeting, islands=[[0, 1], [2, 3]], timeout_seconds=120 if how == signal.SIGKILL else 5)
+    meet(first)
     if rank == 3:
         os.kill(os.getpid(), how)
     with pytest.raises(RunFailed, match=message):
@@ -354,7 +357,10 @@ def receive_after_abort(rank, store):
     """What a receive from any rank says in a group that was given up, the default one or another."""
     init_plainly("plain", rank, 2, store)
     said = []
-    for group in (dist.new_group([0, 1]), dist.group.WORLD):
+    groups = dist.new_group([0, 1]), dist.group.WORLD
+    store.set(f"made/{rank}", "")
+    store.wait(["made/0", "made/1"])
+    for group in groups:
         group.abort()
         with pytest.raises(RunFailed) as refused:
             dist.recv(torch.empty(3), group=group)

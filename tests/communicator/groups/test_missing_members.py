@@ -1,0 +1,37 @@
+"""A member of a group that does not come while the group is made, or ends: the others say so."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from hethub.communicator.context import Context
+from hethub.spec.errors import RunFailed
+from tests.support.ranks import start_ranks
+
+
+def make_a_group_in_vain(rank, store, ends):
+    """What new_group says when rank 1 does not come; or comes and `ends`, before it has told the number that it draws."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    if rank == 1 and ends:
+        Context._agree_on_number = lambda *_: os._exit(9)
+        dist.new_group([1, 2])
+    if rank == 2:
+        with pytest.raises(RunFailed) as raised:
+            dist.new_group([1, 2], timeout=timedelta(seconds=25 if ends else 1))
+        store.set("said", str(raised.value))
+    return store.get("said").decode()
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [(False, "could not meet the other ranks: wait timeout after 1000ms"), (True, "ends because rank 1 is gone")],
+)
+def test_a_rank_that_is_missing_when_a_group_is_made_is_no_raw_error_of_the_store(ends, said):
+    """It was a DistStoreError with the names of keys, of a rank that ended behind the store's timeout of minutes."""
+    environment = {"HETHUB_ISLANDS": "0|1|2"}
+    outcomes = start_ranks(3, make_a_group_in_vain, ends, timeout_seconds=60, environment=environment)
+    assert outcomes[2].error is None, outcomes[2].traceback
+    assert outcomes[2].value.startswith(f"rank 2 {said}")
+    assert "keys" not in outcomes[2].value
