@@ -154,30 +154,31 @@ class Context:
         self, name: str, members: Sequence[int], timeout_seconds: float | None = None
     ) -> torch_private.GlooGroup:
         """A Gloo group of its own for `members` (all of them ask for it at the same time)."""
-        rank, size = members.index(self.rank), len(members)
         key = self.meeting_place("gloo", name, members)
-        return self._gloo_under(key, name, rank, size, timeout_seconds or self.timeout_seconds)
+        return self._gloo_under(key, name, members, timeout_seconds or self.timeout_seconds)
 
-    def _gloo_under(self, key: str, name: str, rank: int, size: int, timeout_seconds: float) -> torch_private.GlooGroup:
+    def _gloo_under(
+        self, key: str, name: str, members: Sequence[int], timeout_seconds: float
+    ) -> torch_private.GlooGroup:
         """A Gloo group that meets under a key of the store, and that `abort` will reach."""
-        gloo = connect_gloo(self.rendezvous, key, rank, size, timeout_seconds)
-        self.watch_gloo(gloo, rank, size, name)
+        gloo = connect_gloo(self.rendezvous, key, members, timeout_seconds)
+        self.watch_gloo(gloo, members.index(self.rank), len(members), name)
         return gloo
 
     def native_group(
-        self, name: str, island: Sequence[int], rank: int, timeout_seconds: float, *, for_messages: bool = False
+        self, name: str, island: Sequence[int], timeout_seconds: float, *, for_messages: bool = False
     ) -> Any:
         """The island's own library for messages or the legs of a group: NCCL or RCCL on devices, Gloo where host tensors
         are staged."""
-        key, place = self.meeting_place("native", name, island), island.index(rank)
+        key = self.meeting_place("native", name, island)
         if self.device.is_gpu:
-            store = dist.PrefixStore(key, self.rendezvous.store)
+            store, place = dist.PrefixStore(key, self.rendezvous.store), island.index(self.rank)
             nccl = torch_private.create_nccl_group(
                 store, place, len(island), timeout_seconds, for_messages=for_messages
             )
             self.watch_nccl(nccl, name)
             return nccl
-        return self._gloo_under(key, name, place, len(island), timeout_seconds)
+        return self._gloo_under(key, name, island, timeout_seconds)
 
     def watch_gloo(self, gloo: torch_private.GlooGroup, rank: int, size: int, name: str) -> None:
         """`abort` will reach this part of the group `name` too, until that is released."""

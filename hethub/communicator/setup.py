@@ -98,7 +98,7 @@ def make_context(
     )
     rendezvous, hosts = replace(rendezvous, watch=watch), [fact.host_identity for fact in facts]
     with connecting(rendezvous):
-        gloo = connect_gloo(rendezvous, "gloo/world", rendezvous.rank, rendezvous.size, timeout_seconds)
+        gloo = connect_gloo(rendezvous, "gloo/world", range(rendezvous.size), timeout_seconds)
         connector = Connector(rendezvous, hosts, device, timeout_seconds, num_lanes)
         choice = connector.choose(relay, stored_relays)
         relays = connector.carriers(choice)

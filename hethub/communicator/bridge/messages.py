@@ -66,7 +66,7 @@ class Process(Protocol):
     def stager(self) -> Stager: ...
 
     def native_group(
-        self, name: str, island: Sequence[int], rank: int, timeout_seconds: float, *, for_messages: bool = False
+        self, name: str, island: Sequence[int], timeout_seconds: float, *, for_messages: bool = False
     ) -> Any: ...
 
 
@@ -175,9 +175,7 @@ class PointToPoint:
         """The library's group for what `source` sends to `target`."""
         if (source, target) not in self._pairs:
             name, ranks, process = f"messages/{source}-{target}", [source, target], self._process
-            self._pairs[source, target] = process.native_group(
-                name, ranks, process.rank, process.timeout_seconds, for_messages=True
-            )
+            self._pairs[source, target] = process.native_group(name, ranks, process.timeout_seconds, for_messages=True)
         return self._pairs[source, target]
 
     def _move_natively(

@@ -162,7 +162,7 @@ class GroupCore(torch_private.GroupBase):
         native = None
         if len(island) > 1:
             ranks = [self.members[place] for place in island]  # of the world: other groups may have this one's name
-            native = self.context.native_group(name, ranks, self.context.rank, timeout_seconds)
+            native = self.context.native_group(name, ranks, timeout_seconds)
         device = self.context.device
         library = IslandLibrary(native, island, self._rank, device)
         return NativeLegs(self._bridge, library, device, self.context.dispatcher)

@@ -130,6 +130,8 @@ class Hub:
                 self._spread(Failure(rank=connection.rank, reason=str(message.get("reason"))))
             elif message.get("type") == "goodbye":
                 connection.left = True
+            elif message.get("type") == "who left":
+                connection.send(type="left", ranks=[rank for rank, each in self._ranks.items() if each.left])
             elif message.get("type") == "ending" and self._missing():
                 self._spread(self._absence("when the launcher ended the job"))
 

@@ -4,7 +4,7 @@ import atexit
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent import futures
 from functools import partial
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from hethub.communicator.joining.connection import Connection, Failure, proof
 from hethub.communicator.joining.hub import HEARTBEAT_SECONDS, HELLO_SECONDS
 from hethub.spec.errors import RunFailed
+from hethub.spec.ranges import show_ranks
 
 T = TypeVar("T")
 
@@ -31,6 +32,7 @@ class Liveness:
         self._callbacks: list[Callable[[Failure], None]] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._left: set[int] = set()  # as far as this rank has asked
         self.failure: Failure | None = None
         self._connection = Connection(socket.create_connection(hub_address, timeout=HELLO_SECONDS), trusted=True)
         self._early: list[dict[str, Any]] = []
@@ -58,9 +60,10 @@ class Liveness:
         if not told:
             raise RunFailed(f"rank {self._rank} ends because rank 0 did not say within {seconds:g} s who has come.")
 
-    def unless_failed(self, connect: Callable[[], T]) -> T:
-        """What `connect` gives. Raises RunFailed as soon as a rank has failed: a library that connects waits for one that
-        is gone, several times its timeout; it does so in a thread that is left to itself then."""
+    def unless_failed(self, connect: Callable[[], T], members: Collection[int] = ()) -> T:
+        """What `connect` gives. Raises RunFailed as soon as a rank has failed, or one of the `members` is known to have left:
+        a library that connects waits for one that is gone, several times its timeout; it does so in a thread that is left
+        to itself then."""
         made: futures.Future[T] = futures.Future()
 
         def run() -> None:
@@ -70,8 +73,20 @@ class Liveness:
                 made.set_exception(error)
 
         threading.Thread(target=run, name="hethub-connect", daemon=True).start()
+        asked, gone_since = time.monotonic(), None
         while not futures.wait([made], _LOOK_SECONDS).done:
             self.require_whole()
+            now, gone = time.monotonic(), self._left.intersection(members)
+            gone_since = gone_since or now if gone else None
+            # A member may have left as soon as all had come and it was connected: then the others are about to be, too.
+            if gone_since is not None and now - gone_since > _GIVING_UP_SECONDS:
+                raise RunFailed(
+                    f"rank {self._rank} cannot make a group with rank {show_ranks(sorted(gone))}: it has destroyed its default process"
+                    " group, or its program has ended."
+                )
+            if members and now - asked > HEARTBEAT_SECONDS:
+                asked = now
+                self._connection.send(type="who left")
         return made.result()
 
     def require_whole(self, seconds: float = 0.0) -> None:
@@ -138,6 +153,9 @@ class Liveness:
         kind = message.get("type")
         if kind == "goodbye":
             self._closed = True
+            self._left.add(0)
+        elif kind == "left":
+            self._left.update(message["ranks"])
         elif kind == "complete":
             self._told.set()
         elif kind == "failure":

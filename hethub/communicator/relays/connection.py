@@ -93,13 +93,13 @@ class Connector:
         return self._rendezvous.launcher in ("openmpi", "mpich")
 
     def _gloo(self) -> GlooRelay:
-        rank, size = self._rendezvous.rank, self._rendezvous.size
+        world = range(self._rendezvous.size)
 
         def lanes(way: str) -> list[GlooGroup]:
             names = [f"gloo/relay/{way}/{lane}" for lane in range(self._num_lanes)]
-            return [connect_gloo(self._rendezvous, name, rank, size, self._timeout_seconds) for name in names]
+            return [connect_gloo(self._rendezvous, name, world, self._timeout_seconds) for name in names]
 
-        return GlooRelay((lanes("up"), lanes("down")), rank, size)
+        return GlooRelay((lanes("up"), lanes("down")), self._rendezvous.rank, len(world))
 
     def _times_between_hosts(self) -> Mapping[str, Sequence[float]]:
         """Seconds there and back of each probed size over Gloo and MPI, between the first ranks of two hosts."""

@@ -5,6 +5,8 @@ ways, the word that one is awaited queues behind another that leaves: the ways t
 both at once gives half of its rate.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -18,14 +20,15 @@ Lanes = list[torch_private.GlooGroup]
 
 
 def connect_gloo(
-    rendezvous: Rendezvous, name: str, rank: int, size: int, timeout_seconds: float
+    rendezvous: Rendezvous, name: str, members: Sequence[int], timeout_seconds: float
 ) -> torch_private.GlooGroup:
-    """A Gloo group of the ranks that meet under `name` in the store, this one as `rank` of `size`. Raises RunFailed where
-    any rank of the world fails meanwhile, or has failed."""
+    """A Gloo group of these ranks, who meet under `name` in the store. Raises RunFailed where any rank of the world fails
+    meanwhile, or has failed, or a member has left."""
     assert rendezvous.watch is not None
-    store = dist.PrefixStore(name, rendezvous.store)
+    store, place = dist.PrefixStore(name, rendezvous.store), members.index(rendezvous.rank)
     return rendezvous.watch.liveness.unless_failed(
-        lambda: torch_private.create_gloo_group(store, rank, size, timeout_seconds, rendezvous.address)
+        lambda: torch_private.create_gloo_group(store, place, len(members), timeout_seconds, rendezvous.address),
+        members,
     )
 
 

@@ -35,3 +35,25 @@ def test_a_rank_that_is_missing_when_a_group_is_made_is_no_raw_error_of_the_stor
     assert outcomes[2].error is None, outcomes[2].traceback
     assert outcomes[2].value.startswith(f"rank 2 {said}")
     assert "keys" not in outcomes[2].value
+
+
+def make_a_group_with_one_that_left(rank, store):
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    if rank == 1:
+        dist.destroy_process_group()
+        return None
+    with pytest.raises(RunFailed) as raised:
+        dist.new_group()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("islands", ["0|1|2", "0,1,2"])
+def test_a_group_with_a_rank_that_has_left_is_not_waited_for(islands):
+    """It was, for the 30 minutes that torch gives a new group."""
+    outcomes = start_ranks(
+        3, make_a_group_with_one_that_left, timeout_seconds=60, environment={"HETHUB_ISLANDS": islands}
+    )
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].traceback
+        said = f"rank {rank} cannot make a group with rank 1: it has destroyed its default process group"
+        assert outcomes[rank].value.startswith(said)
