@@ -274,7 +274,10 @@ def test_help_fits_80_columns_and_says_what_every_option_does(command, monkeypat
     if command != "hethub":
         example = text[text.index("example: ") :].removeprefix("example: ").replace("\\\n", " ")
         assert f"hethub {command}" in example  # and can be pasted: a line that goes on says so
-        entries = re.split(r"\n  (?=\S)", text[text.index("positional arguments:") : text.index("example: ")])[1:]
+        listed = text[
+            re.search(r"^(positional arguments|options):", text, re.MULTILINE).start() : text.index("example: ")
+        ]
+        entries = re.split(r"\n  (?=\S)", listed)[1:]
         assert [entry for entry in entries if not re.search(r"\S\s{2,}\S|\n", entry.strip())] == []
 
 

@@ -97,7 +97,7 @@ def test_the_samples_held_at_most_are_those_of_the_schedule(schedule: str, data:
     which under zero_bubble is that of the weights, until which it keeps another part of a layer."""
     layout = data.draw(any_cases(max_batch=20, schedule=schedule)).layout()
     kept = KeptPerSample(layer=1.0, input=0.0, products=0.0, first=0.0, last=0.0, deferred_wgrad=1.0)
-    splits = layout.plan.schedule == "zero_bubble"
+    splits = layout.plan.defers_wgrad
     changes = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 1 * splits), Kind.WEIGHT: (0, -1)}
     for assignment in layout.assignments:
         sizes = [chunk.size for chunk in layout.chunks(assignment.stage)]
