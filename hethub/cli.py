@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import hethub
@@ -153,16 +153,22 @@ class _Parser(argparse.ArgumentParser):
         raise BadInput(f"{message}; `{self.prog} --help` shows what it takes, with an example.")
 
 
-def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+def command_line() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The program's parser, and each command's by its name."""
     parser = _Parser(prog="hethub", description=hethub.__doc__)
     parser.add_argument("--version", action="version", version=hethub.__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for theme in (train, plan, size, machine, report, data, starting):
         theme.add(commands)
+    return parser, commands.choices
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser, commands = command_line()
     word = next((word for word in arguments if not word.startswith("-")), None)
-    if word is not None and word not in commands.choices:
-        raise BadInput(f"there is no command '{word}'; {suggest(word, list(commands.choices))}")
+    if word is not None and word not in commands:
+        raise BadInput(f"there is no command '{word}'; {suggest(word, list(commands))}")
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        (commands.choices[word] if word else parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+        (commands[word] if word else parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     return options

@@ -110,7 +110,7 @@ def test_imports_point_one_way() -> None:
             other = rest.partition(".")[0]
             if first == "hethub" and other in MAY_IMPORT and other != own and other not in MAY_IMPORT[own]:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
-    assert not wrong
+    assert not wrong, "MAY_IMPORT above says which outer room may import which (ARCHITECTURE.md, the rooms)"
 
 
 def test_every_room_has_its_rule() -> None:
@@ -159,7 +159,7 @@ def test_rooms_import_what_their_doorways_allow() -> None:
         if path.parent not in (other.parent, *other.parent.parents)
         and not any(f"{module(other)}.".startswith(f"{name}.") for name in doorways[path.parent])
     ]
-    assert not wrong
+    assert not wrong, "the `May import` line of the folder's __init__.py does not name it"
 
 
 def test_doorways_allow_only_what_is_needed() -> None:
@@ -169,7 +169,7 @@ def test_doorways_allow_only_what_is_needed() -> None:
         for name in Doorway(folder).allowed():
             if not any(f"{other}.".startswith(f"{name}.") for other in needed):
                 spare.append(f"{module(folder / '__init__.py')} names {name}")
-    assert not spare
+    assert not spare, "nothing in the folder imports it any more: take it out of the `May import` line"
 
 
 def circle(needs: Mapping[str, set[str]]) -> list[str]:
@@ -194,7 +194,8 @@ def test_no_circles(of: Callable[[Path], str]) -> None:
 def test_no_folder_is_too_full() -> None:
     files = [path.relative_to(ROOT) for path in tracked() if path.suffix == ".py" and path.name != "__init__.py"]
     counts = Counter(path.parent for path in files if path.parts[0] in ("hethub", "tests"))
-    assert not {str(folder): count for folder, count in counts.items() if count > MAX_FILES}
+    full = {str(folder): count for folder, count in counts.items() if count > MAX_FILES}
+    assert not full, f"more than {MAX_FILES} files: make a room of those that belong together"
 
 
 def test_tests_mirror_the_rooms() -> None:
@@ -251,7 +252,7 @@ def test_identifiers_use_the_fields_words() -> None:
             if (found and name not in KEYS_OF_FILES) or name in REPLACED_WHOLE:
                 say = REPLACED_WHOLE.get(name) or ", ".join(REPLACED[word] for word in sorted(found))
                 wrong.append(f"{place}:{line} {name}: say {say}")
-    assert not wrong
+    assert not wrong, "REPLACED above has the field's word for each"
 
 
 def test_documents_name_files_that_exist() -> None:
@@ -263,7 +264,7 @@ def test_documents_name_files_that_exist() -> None:
         for name in named.findall(path.read_text(encoding="utf-8"))
         if not (ROOT / name).exists()
     ]
-    assert not missing
+    assert not missing, "the document names a file that is gone"
 
 
 def test_pages_are_short_enough_to_read() -> None:
@@ -280,7 +281,7 @@ def test_planning_rooms_never_name_torch() -> None:
         for line, name in imported(path)
         if name.partition(".")[0] in heavy
     ]
-    assert not wrong
+    assert not wrong, "these rooms run where nothing but the light core is installed"
 
 
 WITHOUT_TORCH = """
@@ -361,7 +362,7 @@ def test_files_are_short_enough_to_read() -> None:
         for path in tracked()
         if path.suffix == ".py" and (lines := len(path.read_text(encoding="utf-8").splitlines())) > MAX_LINES
     }
-    assert not long
+    assert not long, f"more than {MAX_LINES} lines: part the file by its ideas"
 
 
 def test_no_file_names_somebodys_machine() -> None:
@@ -373,7 +374,7 @@ def test_no_file_names_somebodys_machine() -> None:
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1)
         if homes.search(line)
     ]
-    assert not named
+    assert not named, "a path of one machine means nothing on another"
 
 
 def test_devices_are_named_in_the_device_layer_only() -> None:
@@ -385,7 +386,7 @@ def test_devices_are_named_in_the_device_layer_only() -> None:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if vendor_api.search(line)
     ]
-    assert not wrong
+    assert not wrong, "ask hethub/kernels/device.py instead, so that makers differ in one place"
 
 
 def test_private_torch_is_touched_in_one_file() -> None:
@@ -396,4 +397,4 @@ def test_private_torch_is_touched_in_one_file() -> None:
         for line, name in imported(path)
         if name.partition(".")[0] == "torch" and any(part.startswith("_") for part in name.split("."))
     ]
-    assert not wrong
+    assert not wrong, "what torch keeps private may change with any version: it goes through torch_private.py"

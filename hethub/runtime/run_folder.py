@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
@@ -20,6 +20,7 @@ from hethub.spec.documents import Source, dump_yaml, read_bytes, read_json, set_
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import Job
 from hethub.spec.layout.bind import Layout
+from hethub.spec.network import RelayName
 from hethub.spec.plan import plan_text
 
 AUTO = Path("auto")  # `--resume auto`: the run folder to be found
@@ -41,9 +42,7 @@ def _ascending(rows: tuple[tuple[int, str], ...]) -> tuple[tuple[int, str], ...]
     return rows
 
 
-Thresholds = Annotated[
-    tuple[tuple[Annotated[int, Field(ge=0)], Literal["gloo", "shm", "mpi"]], ...], AfterValidator(_ascending)
-]
+Thresholds = Annotated[tuple[tuple[Annotated[int, Field(ge=0)], RelayName], ...], AfterValidator(_ascending)]
 
 
 class RelaysTaken(Spec, extra="ignore"):

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from hethub.spec.accelerator import AcceleratorSpec, Figure, Rate, Vendor, find_accelerator
 from hethub.spec.base import Spec, load
 from hethub.spec.errors import BrokenRule, suggest
-from hethub.spec.network import cidr
+from hethub.spec.network import RelayName, cidr
 
 NonNegative = Annotated[float, Field(ge=0)]
 Latency = Annotated[float, Field(ge=0, le=3600)]
@@ -121,7 +121,7 @@ class BetweenIslandsLink(Spec):
     """The bridge; gbps_per_node (Gbit/s) defaults to the node's own interfaces."""
 
     # Read and without effect: a run takes the job's `communicator.relay`, and predictions price the links alone.
-    relay: Literal["auto", "gloo", "shm", "mpi"] = "auto"
+    relay: Literal["auto", RelayName] = "auto"
     gbps_per_node: Figure | None = None  # Gbit/s each direction; null: all of the node's interfaces
     latency_seconds: Latency = 5.0e-5  # of one message over the bridge, host copies included
 

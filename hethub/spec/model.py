@@ -1,6 +1,6 @@
 """Models: the shape of a transformer, read from our YAML or from a Hugging Face folder."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -9,7 +9,28 @@ from hethub.spec.base import Spec
 from hethub.spec.documents import Source
 from hethub.spec.errors import BadInput, BrokenRule
 
-TRAINED = "llama"  # the family of which hethub has the code
+FamilyName = Literal["llama", "gpt", "bert", "opt", "mpt"]
+TRAINED: FamilyName = "llama"  # the family of which hethub has the code
+
+
+class Family(NamedTuple):
+    """What the models of a family have in common beside their shape."""
+
+    gated: bool = False  # SwiGLU in the MLP, where the model file does not say
+    rms_norm: bool = False  # else LayerNorm
+    rotary: bool = False  # RoPE on queries and keys
+    learned_positions: bool = False  # a row of the embedding for every place in a sequence
+    biased: bool = True  # products and norms have biases
+    causal: bool = True  # a token sees those before it alone
+
+
+FAMILIES: dict[FamilyName, Family] = {
+    "llama": Family(gated=True, rms_norm=True, rotary=True, biased=False),
+    "gpt": Family(learned_positions=True),
+    "bert": Family(learned_positions=True, causal=False),
+    "opt": Family(learned_positions=True),
+    "mpt": Family(biased=False),
+}
 Count = Annotated[int, Field(ge=1)]
 # Of a model's shape: a hundred times what has been built; beyond it a figure is a slip, and degrees are tried one by
 # one.
@@ -37,7 +58,7 @@ class ModelSpec(Spec):
     """The shape of a decoder (or encoder) stack. The runtime trains `llama`; the predictor knows all families."""
 
     name: str  # how plans and answers call it
-    family: Literal["llama", "gpt", "bert", "opt", "mpt"] = "llama"  # llama trains; all can be planned and predicted
+    family: FamilyName = "llama"  # llama trains; all can be planned and predicted
     layers: Number  # transformer layers
     hidden: Dimension  # width of the residual stream
     heads: Number  # of attention's queries; a multiple of kv_heads
@@ -65,7 +86,7 @@ class ModelSpec(Spec):
                 f"heads {self.heads} is not a multiple of kv_heads {self.num_kv_heads}; every KV head serves equally many heads.",
                 "kv_heads",
             )
-        if self.family == "llama" and self.head_size % 2:
+        if self.of_family.rotary and self.head_size % 2:
             raise BrokenRule(f"head_dim {self.head_size} is odd; RoPE turns pairs.", "head_dim")
         return self
 
@@ -87,6 +108,10 @@ class ModelSpec(Spec):
         raise BadInput(f"{job.at(('model',))} '{self.name}' is of family {self.family}; {said}")
 
     @property
+    def of_family(self) -> Family:
+        return FAMILIES[self.family]
+
+    @property
     def is_trained(self) -> bool:
         """Whether hethub has the code of such models."""
         return self.family == TRAINED and self.is_gated
@@ -101,33 +126,28 @@ class ModelSpec(Spec):
 
     @property
     def is_gated(self) -> bool:
-        return self.family == "llama" if self.gated is None else self.gated
+        return self.of_family.gated if self.gated is None else self.gated
 
     @property
     def layer_parameters(self) -> int:
         """Parameters of one layer: attention, MLP and norms (biases counted for the families that have them)."""
         attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.num_kv_heads)
         mlp = (3 if self.is_gated else 2) * self.hidden * self.ffn
-        if self.family == "llama":
+        if not self.of_family.biased:
             return attention + mlp + 2 * self.hidden
-        biases = (
-            0
-            if self.family == "mpt"
-            else self.head_size * (self.heads + 2 * self.num_kv_heads) + self.ffn + 2 * self.hidden
-        )
-        norms = (2 if self.family == "mpt" else 4) * self.hidden
-        return attention + mlp + biases + norms
+        biases = self.head_size * (self.heads + 2 * self.num_kv_heads) + self.ffn + 2 * self.hidden
+        return attention + mlp + biases + 4 * self.hidden
 
     @property
     def embedding_parameters(self) -> int:
         """Token embedding, and learned positions where the family has them."""
-        positions = self.max_seq_len * self.hidden if self.family in ("gpt", "bert", "opt") else 0
+        positions = self.max_seq_len * self.hidden if self.of_family.learned_positions else 0
         return self.vocab * self.hidden + positions
 
     @property
     def head_parameters(self) -> int:
         """Final norm and, unless it is tied to the embedding, the output matrix."""
-        norm = self.hidden if self.family in ("llama", "mpt") else 2 * self.hidden
+        norm = 2 * self.hidden if self.of_family.biased else self.hidden
         return norm + (0 if self.tied_head else self.vocab * self.hidden)
 
     @property

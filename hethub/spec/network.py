@@ -1,4 +1,4 @@
-"""This node's network interfaces, and the one a job uses."""
+"""This node's network interfaces, the one a job uses, and what may carry bytes between islands."""
 
 import array
 import fcntl
@@ -8,8 +8,12 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from hethub.spec.errors import BadInput
+
+RelayName = Literal["gloo", "shm", "mpi"]
+WireName = Literal["exact", "bf16", "int8", "fp8"]  # how sums of fp32 pass the bridge
 
 TOKEN_VARIABLE = "HETHUB_TOKEN"
 """Where a launcher hands the job's secret to its ranks."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,27 @@ from hethub.spec.model import Count, ModelSpec
 from hethub.spec.ranges import Range
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "ministages", "layered", "zero_bubble"]
+
+
+class Schedule(NamedTuple):
+    """What tells a schedule from others, for whoever plans, prices or runs it; its order is made in
+    layout/execution.py."""
+
+    takes_chunks: bool = False  # a stage may hold several chunks of layers
+    holds_all: bool = False  # all microbatches go forward before the first goes back
+    goes_chunk_by_chunk: bool = False  # all pass a chunk before the next, with collectives once per chunk and pass
+    steps_chunk_by_chunk: bool = False  # each chunk is stepped behind its backward, before that of the chunk above
+    defers_wgrad: bool = False  # gradients of weights are actions of their own, behind their backwards
+
+
+SCHEDULES: dict[ScheduleName, Schedule] = {
+    "gpipe": Schedule(holds_all=True),
+    "1f1b": Schedule(),
+    "interleaved": Schedule(takes_chunks=True),
+    "ministages": Schedule(takes_chunks=True, holds_all=True, goes_chunk_by_chunk=True, steps_chunk_by_chunk=True),
+    "layered": Schedule(holds_all=True, goes_chunk_by_chunk=True),
+    "zero_bubble": Schedule(defers_wgrad=True),
+}
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["activations", "parameters", "optimizer"]
 Index = Annotated[int, Field(ge=0)]
@@ -188,10 +209,10 @@ class PlanSpec(Spec):
             raise BrokenRule(
                 "schedule interleaved takes two or more chunks of layers per stage; got one. Choose 1f1b.", "schedule"
             )
-        if self.num_chunks > 1 and self.schedule not in ("interleaved", "ministages"):
+        if self.num_chunks > 1 and not SCHEDULES[self.schedule].takes_chunks:
+            able = " or ".join(name for name, own in SCHEDULES.items() if own.takes_chunks)
             raise BrokenRule(
-                f"schedule {self.schedule} takes one chunk of layers per stage; got {self.num_chunks}. Several go with "
-                "interleaved or ministages.",
+                f"schedule {self.schedule} takes one chunk of layers per stage; got {self.num_chunks}. Several go with {able}.",
                 "schedule",
             )
         position = 0
@@ -237,14 +258,20 @@ class PlanSpec(Spec):
         return spec.zero >= 2 and len(spec.replicas) > 1 and not self.goes_chunk_by_chunk
 
     @property
+    def holds_all(self) -> bool:
+        return SCHEDULES[self.schedule].holds_all
+
+    @property
     def goes_chunk_by_chunk(self) -> bool:
-        """Whether all microbatches pass a chunk before the next, with collectives once per chunk and pass."""
-        return self.schedule in ("layered", "ministages")
+        return SCHEDULES[self.schedule].goes_chunk_by_chunk
 
     @property
     def steps_chunk_by_chunk(self) -> bool:
-        """Whether each chunk is reduced and stepped behind its own backward, before the backward of the chunk above."""
-        return self.schedule == "ministages"
+        return SCHEDULES[self.schedule].steps_chunk_by_chunk
+
+    @property
+    def defers_wgrad(self) -> bool:
+        return SCHEDULES[self.schedule].defers_wgrad
 
     @property
     def ranks(self) -> tuple[int, ...]:

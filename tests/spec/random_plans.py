@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hethub.spec.plan import ReplicaSpec
+from hethub.spec.plan import SCHEDULES, ReplicaSpec
 from tests.support.layouts import MODEL, Case
 
 TIED = MODEL.replace(tied_head=True)
@@ -43,7 +43,7 @@ def cases(draw: st.DrawFn, max_batch: int = 12, max_replicas: int = 4, schedule:
 @st.composite
 def any_cases(draw: st.DrawFn, max_batch: int = 12, max_replicas: int = 3, schedule: str | None = None) -> Case:
     """A layout under any schedule: one to three stages, up to three chunks of one or two layers, any ZeRO level."""
-    name = schedule or draw(st.sampled_from(SCHEDULES))
+    name = schedule or draw(st.sampled_from(list(SCHEDULES)))
     num_stages = draw(st.integers(1, 3))
     fewest, most = {"interleaved": (2, 3), "ministages": (1, 3)}.get(name, (1, 1))
     num_chunks = draw(st.integers(fewest, most))
@@ -56,7 +56,7 @@ def any_cases(draw: st.DrawFn, max_batch: int = 12, max_replicas: int = 3, sched
 def trained_cases(draw: st.DrawFn) -> Case:
     """A layout of two to six ranks with everything else that a plan may ask for: recompute, offload, state shares."""
     case = draw(any_cases(max_batch=8).filter(lambda case: 2 <= case.size <= 6))
-    keeps = case.schedule == "zero_bubble"
+    keeps = SCHEDULES[case.schedule].defers_wgrad
     stages = []
     for spec in case.stages:
         ranks = [rank for replica in spec["replicas"] for rank in replica["ranks"]]
@@ -72,9 +72,6 @@ def trained_cases(draw: st.DrawFn) -> Case:
         )
     clip = draw(st.sampled_from([{}, {"grad_clip": None}]))
     return replace(case, stages=stages, train=clip, document_mask=draw(st.booleans()), steps=3)
-
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "ministages", "layered", "zero_bubble")
 
 
 @st.composite

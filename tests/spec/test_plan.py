@@ -1,7 +1,7 @@
 """Plans: what a plan file is refused for by itself, and bound to a model and a cluster."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.documents import dump_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
-from hethub.spec.plan import PlanSpec, load_plan, save_plan
+from hethub.spec.plan import SCHEDULES, PlanSpec, ScheduleName, load_plan, save_plan
 from tests.spec.random_plans import cases
 from tests.support.layouts import MODEL, Case, replica, stage
 
@@ -21,6 +21,10 @@ ONE = [stage((0, 4), replica([0], 4), replica([1], 4), zero=1)]
 def plan(stages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     head = {"model": "tiny", "cluster": "test", "global_batch": 8, "seq_len": 16, "precision": "fp32"}
     return {**head, "stages": stages, **more}
+
+
+def test_every_schedule_has_its_row() -> None:
+    assert SCHEDULES.keys() == {*get_args(ScheduleName)}
 
 
 @given(case=cases())

@@ -4,14 +4,16 @@ Whatever the wire, an island uses its own partial as the others receive it, so a
 narrow wire applies to sums of fp32; everything else crosses in its own type. Nothing inside an island changes.
 """
 
-from typing import Protocol
+from typing import Protocol, get_args
 
 import torch
 
 from hethub.kernels.reference import TorchKernels, num_scales
 from hethub.spec.errors import BadInput, suggest
+from hethub.spec.network import WireName
 
-WIRES = ("exact", "bf16", "int8", "fp8")
+WIRES: tuple[str, ...] = get_args(WireName)
+_BLOCKWISE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class Wire(Protocol):
@@ -92,4 +94,4 @@ def make_wire(name: str, dtype: torch.dtype, kernels: TorchKernels) -> Wire:
         return Rounded(dtype, kernels)
     if name == "bf16":
         return Rounded(torch.bfloat16, kernels)
-    return Blockwise(torch.int8 if name == "int8" else torch.float8_e4m3fn, kernels)
+    return Blockwise(_BLOCKWISE[name], kernels)

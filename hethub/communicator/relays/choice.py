@@ -7,12 +7,13 @@ and taken up again when the run is resumed, so that a resumed run communicates a
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from hethub.communicator.relays.relay import Relay
 from hethub.spec.errors import BadInput
+from hethub.spec.network import RelayName
 
-RELAYS = ("auto", "gloo", "shm", "mpi")
+RELAYS = ("auto", *get_args(RelayName))
 PROBED_BYTES = (64 << 10, 4 << 20)
 CLEARLY_FASTER = 1.2
 

@@ -80,10 +80,12 @@ class Connector:
         return self._connected[name]
 
     def _connect(self, name: str) -> Relay:
-        if name == "gloo":
-            return self._gloo()
-        if name == "shm":
-            return connect_same_host(self._rendezvous, self._hosts, self._timeout_seconds, self._device)
+        return {"gloo": self._gloo, "shm": self._shm, "mpi": self._mpi}[name]()
+
+    def _shm(self) -> Relay:
+        return connect_same_host(self._rendezvous, self._hosts, self._timeout_seconds, self._device)
+
+    def _mpi(self) -> Relay:
         from hethub.communicator.relays.mpi import MpiRelay
 
         return MpiRelay.create(self._rendezvous, self._timeout_seconds, self._device.vendor)

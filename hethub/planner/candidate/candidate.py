@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hethub.planner.problem.problem import Combination, Problem, Unit
-from hethub.spec.layout.bind import ALL_IN_FLIGHT
-from hethub.spec.plan import Offload, PlanSpec, Recompute, ScheduleName
+from hethub.spec.plan import SCHEDULES, Offload, PlanSpec, Recompute, ScheduleName
 
 
 class ReplicaGroup(NamedTuple):
@@ -82,12 +81,12 @@ class Pattern(NamedTuple):
     @property
     def goes_chunk_by_chunk(self) -> bool:
         """Whether all microbatches pass a chunk before the next, with collectives once per chunk and pass."""
-        return self.schedule in ("layered", "ministages")
+        return SCHEDULES[self.schedule].goes_chunk_by_chunk
 
     @property
     def holds_all(self) -> bool:
         """Whether all microbatches are held at once."""
-        return self.schedule in ALL_IN_FLIGHT
+        return SCHEDULES[self.schedule].holds_all
 
 
 PLAIN = Pattern("1f1b")

@@ -10,9 +10,8 @@ from typing import Any
 from hethub.predictor.cost.software import MathPrecision
 from hethub.spec.accelerator import AcceleratorSpec
 
-# Architecture families: efficiency follows the architecture. A prefix of the catalogue's name decides; others go by
-# vendor.
-_FAMILIES = (
+# Efficiency follows the architecture. A prefix of the catalogue's name decides; for others their vendor stands for one.
+_ARCHITECTURES = (
     ("pascal", ("P100", "P40", "P4")),
     ("volta", ("V100",)),
     ("turing", ("T4", "RTX-2080", "Titan-RTX")),
@@ -29,7 +28,7 @@ _FAMILIES = (
     ("rdna", ("Radeon",)),
     ("cpu", ("CPU",)),
 )
-# A family's scales are on top of its predecessor's: clocks, kernels and attention carry over.
+# An architecture's scales are on top of its predecessor's: clocks, kernels and attention carry over.
 _PREDECESSORS = {"blackwell": "hopper", "blackwell-gb202": "ada"}
 # One chip sold with fewer units or slower links: what was measured of the one holds for the other.
 _SAME_CHIP = {
@@ -50,22 +49,22 @@ NARROW = ("fp8", "mxfp8", "nvfp4")  # narrower than half: products only, the res
 _NO_MATRIX_UNITS = ("pascal", "rdna", "cpu")
 
 
-def family(accelerator: AcceleratorSpec) -> str:
-    """The architecture family of an accelerator; its vendor where the name is not one of the catalogue's."""
+def architecture(accelerator: AcceleratorSpec) -> str:
+    """The architecture of an accelerator; its vendor where the name is not one of the catalogue's."""
     name = accelerator.name
-    return next((f for f, prefixes in _FAMILIES if name.startswith(prefixes)), accelerator.vendor)
+    return next((own for own, prefixes in _ARCHITECTURES if name.startswith(prefixes)), accelerator.vendor)
 
 
 def is_cpu(accelerator: AcceleratorSpec) -> bool:
     """Whether ranks compute on their host's own cores."""
-    return family(accelerator) == "cpu"
+    return architecture(accelerator) == "cpu"
 
 
 def on_matrix_units(accelerator: AcceleratorSpec, precision: MathPrecision) -> bool:
     """Whether matrix products of this precision run on matrix units."""
     if precision in ("fp32", "fp64"):
         return (accelerator.fp32_matrix_tflops or 0.0) > accelerator.fp32_tflops
-    return family(accelerator) not in _NO_MATRIX_UNITS
+    return architecture(accelerator) not in _NO_MATRIX_UNITS
 
 
 def peak_flops(accelerator: AcceleratorSpec, precision: MathPrecision) -> float:
@@ -102,7 +101,7 @@ def precision_class(precision: MathPrecision) -> str:
 
 
 def scales_key(name: str, precision: MathPrecision) -> str:
-    """Where the scales of a family or an accelerator are found."""
+    """Where the scales of an architecture or an accelerator are found."""
     return f"{name} {precision_class(precision)}"
 
 
@@ -125,7 +124,7 @@ class Efficiency:
     misaligned: Any  # by how much products take longer where a dimension is no multiple of 64
     wave_area: Any  # elements of a product's result that keep the whole device busy; a last wave is never full
     launch_seconds: Any  # host time to launch one kernel
-    scale: Any  # of the device's time: family, accelerator and software stack
+    scale: Any  # of the device's time: architecture, accelerator and software stack
     throttle: Any  # by how much sustained load is slower than a burst
 
 
@@ -134,8 +133,8 @@ class Constants:
     """All fitted numbers of the predictor. `provenance` says on what they were fitted."""
 
     common: dict[str, float]
-    families: dict[str, dict[str, float]]  # "ampere fp16": scale, throttle
-    accelerators: dict[str, dict[str, float]]  # "A100-SXM4-40GB fp16": the same, on top of the family's
+    architectures: dict[str, dict[str, float]]  # "ampere fp16": scale, throttle
+    accelerators: dict[str, dict[str, float]]  # "A100-SXM4-40GB fp16": the same, on top of the architecture's
     links: dict[str, float]
     stacks: dict[str, float]
     interval: dict[str, float]
@@ -143,16 +142,16 @@ class Constants:
     residuals: dict[str, float] = field(default_factory=dict)
 
     def efficiency(self, accelerator: AcceleratorSpec, precision: MathPrecision) -> Efficiency:
-        """The efficiency of an accelerator: its own or its chip's and its family's scales where fitted, else the mean of
+        """The efficiency of an accelerator: its own or its chip's and its architecture's scales where fitted, else the mean of
         all."""
         common, width = self.common, precision_class(precision)
         units = "matrix" if on_matrix_units(accelerator, precision) else "vector"
         bits = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}.get(precision)
         scale = throttle = attention = matmul = 0.0
-        name = family(accelerator)
+        name = architecture(accelerator)
         for values in (
-            self.families.get(f"{_PREDECESSORS.get(name)} {width}"),
-            self.families.get(f"{name} {width}"),
+            self.architectures.get(f"{_PREDECESSORS.get(name)} {width}"),
+            self.architectures.get(f"{name} {width}"),
             self.of_accelerator(scales_key(accelerator.name, precision)),
         ):
             if values is not None:
@@ -200,7 +199,7 @@ class Constants:
     @property
     def count(self) -> int:
         """How many numbers were fitted: all but those assumed, and what CPUs reach, which no table has."""
-        tables = {key: own for table in (self.families, self.accelerators) for key, own in table.items()}
+        tables = {key: own for table in (self.architectures, self.accelerators) for key, own in table.items()}
         scales = sum(len(values) for key, values in tables.items() if not key.startswith("cpu"))
         return len({*self.common, *self.links} - ASSUMED.keys()) + len(self.stacks) + scales
 

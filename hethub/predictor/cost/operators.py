@@ -154,10 +154,9 @@ def _projections(model: ModelSpec, shape: Shape, tokens: float) -> tuple[Product
 
 def _passes(model: ModelSpec, shape: Shape, software: Software) -> float:
     """Elements that the elementwise kernels of a forward read or write per token."""
-    llama = model.family == "llama"
     # Two norms, two residuals; RMSNorm computes in fp32.
-    hidden = 14 if llama and not software.fused_elementwise else 10
-    query = 4 if software.fused_elementwise else 8 if llama else 3  # RoPE, layout changes
+    hidden = 14 if model.of_family.rms_norm and not software.fused_elementwise else 10
+    query = 4 if software.fused_elementwise else 8 if model.of_family.rotary else 3  # RoPE, layout changes
     columns = (5 if model.is_gated else 3) if software.fused_activation else 18  # tanh-GELU kernel by kernel
     cut = shape.share if software.sequence_parallel else 1.0
     heads = (model.heads + model.num_kv_heads) * model.head_size * shape.share
@@ -179,7 +178,7 @@ def _attention(
 
 def _seen(model: ModelSpec, seq_len: int) -> float:
     """Keys that a query sees in the mean: causal attention sees half of the sequence, and fewer inside a window."""
-    if model.family == "bert":
+    if not model.of_family.causal:
         return float(seq_len)
     window = min(model.sliding_window or seq_len, seq_len)
     return window - window * window / (2 * seq_len)

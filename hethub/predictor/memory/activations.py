@@ -69,20 +69,20 @@ def held_microbatches(
 
 def _held(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[list[float], list[float]]:
     """Samples held by each chunk of the stage, and between backward and weight gradients, when most layers are held."""
-    spec, name = layout.replica(assignment.stage, assignment.replica), layout.plan.schedule
+    spec = layout.replica(assignment.stage, assignment.replica)
     if layout.plan.goes_chunk_by_chunk:
         return [float(spec.samples)] * len(sizes), [0.0] * len(sizes)
     unlike_rounds = layout.plan.runs_in_rounds(assignment.stage) and not layout.joins_every_round(
         assignment.stage, assignment.replica
     )
-    if name == "interleaved" or (name == "zero_bubble" and unlike_rounds):
+    if layout.plan.schedule == "interleaved" or (layout.plan.defers_wgrad and unlike_rounds):
         return _walked(layout, assignment, sizes)
     if unlike_rounds:
         return [float(_most_in_rounds(layout, assignment))], [0.0]
     in_flight = layout.in_flight[assignment.stage][assignment.replica]
     actor = layout.actor_of(assignment.stage, assignment.replica)
     later = 0
-    if name == "zero_bubble":  # forwards go on while weight gradients are put off
+    if layout.plan.defers_wgrad:  # forwards go on while weight gradients are put off
         num_microbatches = layout.loads[assignment.stage][actor].num_microbatches
         later = min(deferred_wgrad(layout, assignment.stage, actor), num_microbatches - in_flight) * spec.micro_batch
     return [float(min(in_flight * spec.micro_batch + later, spec.samples) - later)], [float(later)]
@@ -112,7 +112,7 @@ def _walked(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[l
     """As `_held`, pass by pass."""
     held, later = [0.0] * len(sizes), [0.0] * len(sizes)
     now, most, found = 0, -1, (held, later)
-    weighs, samples = layout.plan.schedule == "zero_bubble", _samples_by_turn(layout, assignment)
+    weighs, samples = layout.plan.defers_wgrad, _samples_by_turn(layout, assignment)
     actor = layout.actor_of(assignment.stage, assignment.replica)
     order, limit = actor_order(layout, assignment.stage, actor), layout.actor_limits[assignment.stage][actor]
     utmost = (limit + weighs * len(samples)) * max(samples) * max(sizes)

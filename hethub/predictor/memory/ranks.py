@@ -20,7 +20,7 @@ from hethub.predictor.memory.state import Resident, resident
 from hethub.predictor.memory.surroundings import checkpoint_bytes, pinned, surroundings
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.errors import BadInput
-from hethub.spec.layout.bind import ALL_IN_FLIGHT, Assignment, Layout
+from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
 
 COUNTED = ("weights", "gradients", "optimizer", "activations")
@@ -147,12 +147,12 @@ def _remedies(layout: Layout, rank: int, part: str) -> str:
         found = [f"set zero: {CUT_FROM[part]}"] * cuts + ["offload optimizer"] * offloads
         found += ["give the stage fewer layers", "a higher tensor-parallel degree"]
     elif part == "activations":
-        name, some = layout.plan.schedule, layout.in_flight[place.stage][place.replica] > 1
-        if name in ALL_IN_FLIGHT:
+        plan, some = layout.plan, layout.in_flight[place.stage][place.replica] > 1
+        if plan.holds_all:
             found = ["choose schedule 1f1b" + " and lower micro_batch" * (samples > 1)]
         else:
-            found = ["lower in_flight"] * (some and name != "interleaved") + [shorter]
-        found += ["set recompute: full"] * (stage.recompute != "full" and name != "zero_bubble")
+            found = ["lower in_flight"] * (some and plan.schedule != "interleaved") + [shorter]
+        found += ["set recompute: full"] * (stage.recompute != "full" and not plan.defers_wgrad)
         found += ["offload activations"] * (part not in stage.offload)
     elif part == "logits":
         few = samples * layout.plan.seq_len <= LOSS_CHUNK_TOKENS

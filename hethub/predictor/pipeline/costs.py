@@ -175,7 +175,7 @@ class PlanCosts:
         tp = self.state.rings.tensor_parallel(spec)
         layer = cost.layer(samples, tp, stage_spec.recompute, fraction)
         forward, backward = layer.forward * portion.layers, layer.backward * portion.layers
-        late = cost.weight_seconds(samples, tp, fraction) if self.plan.schedule == "zero_bubble" else 0.0
+        late = cost.weight_seconds(samples, tp, fraction) if self.plan.defers_wgrad else 0.0
         for end in self._ends([(fraction, rank)], samples, portion):
             forward, backward = forward + end[0], backward + end[1]
         return forward, backward, portion.layers * late
@@ -226,7 +226,7 @@ class PlanCosts:
     def _sums_of_backward(self, stage: int, rank: int, tp: int, share: float, samples: int, once: float) -> float:
         """What a layer's two sums add to its backward on a rank. They run beside the gradients of the weights before
         them, unless these are put off, the cores that compute sum, or a rehearsal paces one after the other."""
-        apart = self.plan.schedule == "zero_bubble" or self.layout.cluster.emulated or self.state.by_turns[stage]
+        apart = self.plan.defers_wgrad or self.layout.cluster.emulated or self.state.by_turns[stage]
         if apart or not self.software.sums_beside_weights:
             return 2 * once
         cost = self.network.fit["overlap_cost"]

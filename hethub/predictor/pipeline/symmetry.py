@@ -41,7 +41,7 @@ class FoldedLayout(Layout):
 
     @cached_property
     def actor_limits(self) -> list[list[int]]:
-        if self.plan.schedule not in ("1f1b", "zero_bubble"):
+        if self.plan.holds_all or self.plan.schedule == "interleaved":
             return super().actor_limits
         return [
             [min(held, load.num_microbatches) for held, load in zip(own, loads, strict=False)]
@@ -133,7 +133,7 @@ def extent(layout: Layout, costs: PlanCosts) -> Extent:
     replicas = costs.chains
     counts = {-(-layout.replica(0, r).samples // layout.replica(0, r).micro_batch) for r in replicas}
     stages, num_microbatches = layout.num_stages, max(counts)
-    in_turn = layout.plan.schedule in ("interleaved", "zero_bubble", "1f1b")
+    in_turn = not layout.plan.holds_all
     period = (4 * stages if stages <= 6 else stages) if in_turn else 2
     held = max(layout.in_flight[stage][r] for stage in range(stages) for r in replicas)
     warm = 2 * stages + (2 * min(held, stages if stages > 6 else 2 * stages) if in_turn else 2)

@@ -79,7 +79,7 @@ class Compute:
     def _summed(self, stage: int) -> list[tuple[int, int]]:
         """Where in their order a stage's replicas sum gradients layer by layer, and of how many layers."""
         order, portions = self.runs[stage, 0].order, self.costs.state.portions[stage]
-        last = Kind.WEIGHT if self.layout.plan.schedule == "zero_bubble" else Kind.BACKWARD
+        last = Kind.WEIGHT if self.layout.plan.defers_wgrad else Kind.BACKWARD
         return sorted(
             (position, portions[chunk].layers)
             for (kind, chunk), positions in order.positions.items()

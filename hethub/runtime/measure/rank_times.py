@@ -24,7 +24,7 @@ class RankTimes:
         self._tp = costs.state.rings.tensor_parallel(spec)
         self._fraction = costs.state.rings.rank_fractions(spec)[assignment.position]
         self._recompute = stage.recompute
-        self._defers_wgrad = layout.plan.schedule == "zero_bubble"
+        self._defers_wgrad = layout.plan.defers_wgrad
         self._first = 0 if assignment.stage == 0 else None
         self._last = stage.num_layers - 1 if assignment.stage == layout.num_stages - 1 else None
         place = layout.cluster.places[assignment.rank]

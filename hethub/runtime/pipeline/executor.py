@@ -50,7 +50,7 @@ class Executor:
         self._itinerary = Itinerary(zero_manager, self._visits(), pace)
         self._transport = Transport(layout, assignment, world, stage, self.directions)
         self.microbatches = layout.microbatches_of(assignment.stage, assignment.replica)
-        self._splits_backward = layout.plan.schedule == "zero_bubble"
+        self._splits_backward = layout.plan.defers_wgrad
         self.log = SpanLog(assignment.rank, world.device)
 
     def _chosen(self, listed: list[Action]) -> list[Action]:

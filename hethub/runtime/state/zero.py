@@ -57,7 +57,7 @@ class ZeroManager:
         self._state, self._stage = storage.state, storage.assignment.stage
         layout = self._state.layout
         self._spec = layout.stages[self._stage]
-        self._closing = Kind.WEIGHT if layout.plan.schedule == "zero_bubble" else Kind.BACKWARD
+        self._closing = Kind.WEIGHT if layout.plan.defers_wgrad else Kind.BACKWARD
         self._arena = arena if "activations" in self._spec.offload else None
         self.weights = ZeroWeights(reducer, meter) if storage.moves_weights else None
         self.gradients = ZeroGradients(reducer, meter) if storage.shards_gradients and trains else None

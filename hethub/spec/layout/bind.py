@@ -56,10 +56,6 @@ class Boundary(NamedTuple):
     transfers: tuple[Transfer, ...]
 
 
-# Schedules under which all microbatches run forward before a backward.
-ALL_IN_FLIGHT = ("gpipe", "ministages", "layered")
-
-
 @dataclass(frozen=True, eq=False)
 class Layout:
     """A plan that fits its model and cluster. Build it with `bind`, which checks; then everything here is
@@ -209,7 +205,7 @@ class Layout:
     @cached_property
     def actor_limits(self) -> list[list[int]]:
         """As `in_flight`, per actor."""
-        if self.plan.schedule in ALL_IN_FLIGHT:
+        if self.plan.holds_all:
             return [[load.num_microbatches for load in own] for own in self.loads]
         if self.plan.schedule == "interleaved":
             held = {order: most_held(order) for actors in self.interleaved for order in dict.fromkeys(actors)}
@@ -374,12 +370,12 @@ def _check_islands(layout: Layout) -> None:
 def _check_schedule(layout: Layout) -> None:
     name = layout.plan.schedule
     for index, stage in enumerate(layout.stages):
-        if name in ALL_IN_FLIGHT and any(replica.in_flight for replica in stage.replicas):
+        if layout.plan.holds_all and any(replica.in_flight for replica in stage.replicas):
             raise BadInput(
                 f"stages[{index}]: schedule {name} holds all microbatches at once, so in_flight has no meaning; remove it or choose 1f1b."
             )
-        if name == "zero_bubble" and stage.recompute == "full":
+        if layout.plan.defers_wgrad and stage.recompute == "full":
             raise BadInput(
-                f"stages[{index}]: schedule zero_bubble puts weight gradients off, for which a microbatch keeps what its layers computed; "
+                f"stages[{index}]: schedule {name} puts weight gradients off, for which a microbatch keeps what its layers computed; "
                 "recompute: full has thrown that away. Set recompute to none or selective, or choose 1f1b."
             )

@@ -54,13 +54,12 @@ def actions(layout: Layout, stage: int, replica: int) -> list[Action]:
 
 def actor_order(layout: Layout, stage: int, actor: int) -> ActorOrder:
     """What an actor does with its microbatches, in order, and its updates."""
-    name = layout.plan.schedule
-    if name == "interleaved":
+    if layout.plan.schedule == "interleaved":
         return layout.interleaved[stage][actor]
     num_microbatches = layout.loads[stage][actor].num_microbatches
     if layout.plan.goes_chunk_by_chunk:
         return chunk_by_chunk(num_microbatches, len(layout.chunks(stage)), layout.plan.steps_chunk_by_chunk)
-    later = deferred_wgrad(layout, stage, actor) if name == "zero_bubble" else None
+    later = deferred_wgrad(layout, stage, actor) if layout.plan.defers_wgrad else None
     return pipelined(num_microbatches, layout.actor_limits[stage][actor], later)
 
 

@@ -10,7 +10,9 @@ from hethub.communicator import all_reduce_with_feedback
 from hethub.communicator.bridge.arithmetic import make_reduction
 from hethub.communicator.bridge.exchange import Exchange
 from hethub.communicator.bridge.routes import all_reduce_route
+from hethub.communicator.bridge.wire import WIRES, make_wire
 from hethub.communicator.counters import LegClock
+from hethub.kernels.reference import TorchKernels
 from hethub.spec.ranges import Range
 from tests.support.ranks import run_ranks
 
@@ -98,6 +100,14 @@ def test_a_partial_is_encoded_as_its_receiver_decodes_it():
     torch.testing.assert_close(own + residual[100:400], partial, rtol=0, atol=1e-6)
     assert not residual[:100].any()
     assert not residual[400:].any()
+
+
+def test_a_name_that_no_wire_has_makes_none():
+    """Any but those of its time was taken for fp8."""
+    kernels = TorchKernels()
+    assert all(make_wire(name, torch.float32, kernels) for name in WIRES)
+    with pytest.raises(KeyError, match="fp4"):
+        make_wire("fp4", torch.float32, kernels)
 
 
 def test_unknown_wires_are_refused():

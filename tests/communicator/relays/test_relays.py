@@ -85,6 +85,12 @@ def connector(hosts):
     return Connector(rendezvous, hosts, Device(vendor="cpu"), timeout_seconds=1.0, num_lanes=1)
 
 
+def test_a_name_that_no_relay_has_connects_none():
+    """Any but Gloo and shared memory was taken for MPI."""
+    with pytest.raises(KeyError, match="carrier pigeon"):
+        connector(["a", "b"]).connected("carrier pigeon")
+
+
 def test_shared_memory_is_refused_between_hosts():
     with pytest.raises(BadInput, match="relay is shm, but the ranks are on several hosts"):
         connector(["a", "b"]).choose("shm", None)

@@ -9,9 +9,9 @@ from hethub.planner.candidate.materialize import chunked
 from hethub.planner.estimate.memory_model import MemoryModel
 from hethub.planner.estimate.memory_probes import FEW, LOADS, MANY, Load, Mode, Probes
 from hethub.predictor import rank_memory
-from hethub.spec.layout.bind import ALL_IN_FLIGHT, bind
+from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
-from hethub.spec.plan import Offload, PlanSpec, ReplicaSpec, ScheduleName, StageSpec
+from hethub.spec.plan import SCHEDULES, Offload, PlanSpec, ReplicaSpec, ScheduleName, StageSpec
 from tests.planner.problems import TINY, cluster
 
 SEQ_LEN, TP = 128, 2
@@ -27,7 +27,7 @@ def whole(
 ) -> list[int]:  # fmt: skip
     """Bytes of the first rank of every stage in a plan of equal replicas."""
     model, on = model.replace(layers=stages * layers), cluster((vendor, stages * replicas * TP, 0.1, 4.0))
-    all_held, cuts = schedule in ALL_IN_FLIGHT, chunked([layers] * stages, chunks)
+    all_held, cuts = SCHEDULES[schedule].holds_all, chunked([layers] * stages, chunks)
     samples = load.micro_batch * (load.held if all_held else 3 * load.held)
     formed = tuple(
         StageSpec(

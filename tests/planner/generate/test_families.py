@@ -14,7 +14,7 @@ from hethub.predictor import predict
 from hethub.predictor.memory.ranks import rank_memory
 from hethub.predictor.memory.surroundings import PROCESS_BYTES
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.job import ConstraintsSpec
+from hethub.spec.job import STRATEGIES, ConstraintsSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import check_executable
 from hethub.spec.model import ModelSpec
@@ -22,6 +22,10 @@ from hethub.spec.plan import PlanSpec, ScheduleName
 from tests.oracle.execution_order import execution_order
 
 MODEL = ModelSpec(name="small", layers=8, hidden=256, heads=8, kv_heads=8, ffn=704, vocab=1024, max_seq_len=256)
+
+
+def test_a_job_can_name_every_family() -> None:
+    assert {*STRATEGIES} - {"auto", "exhaustive", "hap"} == {*FAMILIES}
 
 
 def cpu(name: str, tflops: float, memory_gb: float) -> dict[str, object]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hethub.predictor.cost.constants import ASSUMED, family, packaged, peak_flops
+from hethub.predictor.cost.constants import ASSUMED, architecture, packaged, peak_flops
 from hethub.predictor.cost.layer import Device, LayerCost
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.node_links import host_gbytes_per_second
@@ -15,9 +15,9 @@ from hethub.spec.cluster import ClusterSpec
 from tests.predictor.plans import LLAMA_8B
 
 
-def test_a_familys_scales_are_on_top_of_its_predecessors() -> None:
+def test_an_architectures_scales_are_on_top_of_its_predecessors() -> None:
     own = {"log_scale": 0.1, "throttle": 0.0, "log_attention": -0.2}
-    constants = replace(packaged(), families={**packaged().families, "blackwell fp16": own}, accelerators={})
+    constants = replace(packaged(), architectures={**packaged().architectures, "blackwell fp16": own}, accelerators={})
     new, old = (constants.efficiency(find_accelerator(name), "bf16") for name in ("B200-SXM", "H100-PCIe-80GB"))
     assert new.scale == pytest.approx(old.scale * math.exp(0.1))
     assert new.attention == pytest.approx(old.attention * math.exp(-0.2))
@@ -29,7 +29,7 @@ def test_narrow_precisions_have_peaks_of_their_own(precision: MathPrecision, exp
     assert peak_flops(find_accelerator("A100-SXM4-80GB"), precision) == 312e12  # has none of them
 
 
-def test_an_accelerator_of_nobodys_family_is_predicted_from_its_data_sheet() -> None:
+def test_an_accelerator_of_an_unknown_architecture_is_predicted_from_its_data_sheet() -> None:
     unknown = find_accelerator("A100-SXM4-80GB").replace(name="mine", vendor="mine")
     assert packaged().efficiency(unknown, "bf16").scale == 1.0
 
@@ -42,11 +42,11 @@ def test_scales_belong_to_architectures_and_accelerators_alone() -> None:
     """None to a source, a model or a row that it was fitted on."""
     constants, known = packaged(), catalogue().values()
     names = {f"{accelerator.name} {width}" for accelerator in known for width in ("fp16", "fp32")}
-    families = {f"{family(accelerator)} {width}" for accelerator in known for width in ("fp16", "fp32")}
+    architectures = {f"{architecture(accelerator)} {width}" for accelerator in known for width in ("fp16", "fp32")}
     assert constants.accelerators
     assert constants.accelerators.keys() <= names
-    assert constants.families
-    assert constants.families.keys() <= families
+    assert constants.architectures
+    assert constants.architectures.keys() <= architectures
 
 
 def test_tf32_without_such_units_is_fp32() -> None:

@@ -2,7 +2,7 @@
 sheet."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -11,7 +11,7 @@ from hethub.predictor.calibration.validation.validate import validate
 from hethub.predictor.cost.operators import model_flops
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.model import ModelSpec
+from hethub.spec.model import FAMILIES, FamilyName, ModelSpec
 from tests.predictor.calibration.test_validate import table
 from tests.predictor.plans import cluster, uniform
 
@@ -48,8 +48,12 @@ def on_own(description: dict[str, Any]) -> ClusterSpec:
     return ClusterSpec.model_validate({"name": "test", "nodes": [node]})
 
 
+def test_every_family_has_its_row() -> None:
+    assert FAMILIES.keys() == {*get_args(FamilyName)}
+
+
 @pytest.mark.parametrize("accelerator", ["A100-SXM4-80GB", "MI250X-GCD"])
-@pytest.mark.parametrize("family", ["llama", "gpt", "bert", "opt", "mpt"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_predicted(family: str, accelerator: str) -> None:
     shape: dict[str, Any] = {"tp": 2, "pp": 2, "micro_batch": 1, "batch": 32, "seq": 2048}
     on = cluster((accelerator, 1, 8))

@@ -16,7 +16,7 @@ from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import Kind, actions
 from hethub.spec.layout.state import StateMap
 from hethub.spec.model import ModelSpec
-from hethub.spec.plan import PlanSpec
+from hethub.spec.plan import SCHEDULES, PlanSpec
 from hethub.spec.ranges import Range
 from tests.predictor.plans import cluster, uniform
 
@@ -32,7 +32,7 @@ from hethub.runtime.pipeline.passes import MicrobatchPass  # noqa: E402
 from hethub.runtime.state.reduction import Reducer  # noqa: E402
 from hethub.runtime.state.storage import FlatMap, FlatStorage  # noqa: E402
 from hethub.runtime.state.zero import ZeroManager  # noqa: E402
-from tests.spec.random_plans import SCHEDULES, any_cases  # noqa: E402
+from tests.spec.random_plans import any_cases  # noqa: E402
 
 GROUPED = ModelSpec(name="grouped", layers=6, hidden=128, heads=8, kv_heads=2, ffn=344, vocab=512, max_seq_len=256)
 PLAIN = ModelSpec(
@@ -97,7 +97,7 @@ def test_the_samples_held_at_most_are_those_of_the_schedule(schedule: str, data:
     which under zero_bubble is that of the weights, until which it keeps another part of a layer."""
     layout = data.draw(any_cases(max_batch=20, schedule=schedule)).layout()
     kept = KeptPerSample(layer=1.0, input=0.0, products=0.0, first=0.0, last=0.0, deferred_wgrad=1.0)
-    splits = layout.plan.schedule == "zero_bubble"
+    splits = layout.plan.defers_wgrad
     changes = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 1 * splits), Kind.WEIGHT: (0, -1)}
     for assignment in layout.assignments:
         sizes = [chunk.size for chunk in layout.chunks(assignment.stage)]

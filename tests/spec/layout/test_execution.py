@@ -38,7 +38,7 @@ def check_order(layout: Layout) -> None:
         if beside is not None and beside.stage == s and action.kind is not Kind.WEIGHT:
             assert action._replace(chunk=beside.chunk) in done
         done.add(action)
-    passes = 3 if layout.plan.schedule == "zero_bubble" else 2
+    passes = 3 if layout.plan.defers_wgrad else 2
     microbatches = sum(len(own) * len(layout.chunks(s)) for s, own in enumerate(layout.microbatches))
     assert len(compute) == len(done) == passes * microbatches
 
@@ -259,7 +259,7 @@ def test_megatrons_order_runs_for_any_number_of_microbatches(pp: int, chunks: in
 def ticks(layout: Layout) -> int:
     """How long a step's compute takes where a sample takes a tick forward in a layer, one for its input, one for its
     weights."""
-    splits = layout.plan.schedule == "zero_bubble"
+    splits = layout.plan.defers_wgrad
     lengths = {Kind.FORWARD: 1, Kind.BACKWARD: 1 if splits else 2, Kind.WEIGHT: 1}
     clock: dict[tuple[int, int], int] = {}
     ends: dict[Action, int] = {}

@@ -2,7 +2,7 @@
 
 DATA holds `layer_times.csv`, `microbenchmarks.csv`, `measured_steps.csv` and `measured_steps_2.csv` (default
 ../shared/data). Rooflines are fitted on layers and products, links on collectives, and what both leave open on whole
-steps: by architecture family, accelerator and precision, with one factor per software stack. No constant belongs to a
+steps: by architecture, accelerator and precision, with one factor per software stack. No constant belongs to a
 source, model or row. What it prints leaves out families of sources, then sources.
 """
 
@@ -38,10 +38,10 @@ from hethub.predictor.cost.intervals import half_width
 TABLES = ("measured_steps.csv", "measured_steps_2.csv")
 # What no table of ours tells of AMD's: a GCD's products reach about 145 of 191 TFLOP/s (AMD's and Frontier's published
 # GEMM benchmarks). FlashAttention 2 alone reaches 0.251 of MI300X's peak where 0.575 of A100's and 0.332 of H100's and
-# H200's (Azure AI benchmarking guides); those two families' attention in whole steps is fitted at -0.40 and -0.80, so
+# H200's (Azure AI benchmarking guides); those two architectures' attention in whole steps is fitted at -0.40 and -0.80, so
 # that AMD's should be at -0.40 + log(0.251 / 0.575) = -1.23 and at -0.80 + log(0.251 / 0.332) = -1.08.
 ATTENTION_OF_CDNA3 = -1.15
-ASSUMED_FAMILIES = {
+ASSUMED_ARCHITECTURES = {
     "cdna fp16": {"log_scale": 0.0, "throttle": 0.0, "log_matmul": -0.27, "log_attention": -0.4},
     "cdna3 fp16": {"log_scale": 0.0, "throttle": 0.0, "log_attention": ATTENTION_OF_CDNA3},
     "cdna4 fp16": {"log_scale": 0.0, "throttle": 0.0, "log_attention": ATTENTION_OF_CDNA3},
@@ -51,8 +51,10 @@ ASSUMED_FAMILIES = {
 def start_constants() -> Constants:
     """The packaged constants without what fits fill in, so that a fit does not depend on the one before."""
     old = packaged()
-    families = {key: values for key, values in old.families.items() if key.startswith("cpu")} | ASSUMED_FAMILIES
-    return replace(old, families=families, accelerators={}, stacks={}, interval={}, residuals={})
+    of_cpus = {key: values for key, values in old.architectures.items() if key.startswith("cpu")}
+    return replace(
+        old, architectures=of_cpus | ASSUMED_ARCHITECTURES, accelerators={}, stacks={}, interval={}, residuals={}
+    )
 
 
 def read_cases(data: Path) -> list[Case]:

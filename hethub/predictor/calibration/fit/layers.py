@@ -7,7 +7,7 @@ import numpy as np
 from hethub.predictor.calibration.fit.least_squares import Parameter, attention_scales, common, scales, solve
 from hethub.predictor.calibration.sources.layer_times import LayerRow, LayerTable
 from hethub.predictor.calibration.sources.products import ProductRow, log_errors
-from hethub.predictor.cost.constants import Constants, family, scales_key
+from hethub.predictor.cost.constants import Constants, architecture, scales_key
 
 ROOFLINE = [
     common("vector_matmul", 0.95, 0.1, upper=1.0),
@@ -32,10 +32,10 @@ ROOFLINE = [
 def layer_parameters(rows: Iterable[LayerRow]) -> list[Parameter]:
     """Every number that the rows can tell."""
     rows = list(rows)
-    families = sorted({scales_key(family(row.accelerator), row.precision) for row in rows})
+    architectures = sorted({scales_key(architecture(row.accelerator), row.precision) for row in rows})
     accelerators = sorted({scales_key(row.accelerator.name, row.precision) for row in rows})
-    by_family = [*scales("families", families, 0.06, 0.1), *attention_scales(families, 0.2)]
-    return [*ROOFLINE, *by_family, *scales("accelerators", accelerators, 0.06, 0.3)]
+    by_architecture = [*scales("architectures", architectures, 0.06, 0.1), *attention_scales(architectures, 0.2)]
+    return [*ROOFLINE, *by_architecture, *scales("accelerators", accelerators, 0.06, 0.3)]
 
 
 def fit_layers(base: Constants, rows: list[LayerRow], products: list[ProductRow]) -> Constants:

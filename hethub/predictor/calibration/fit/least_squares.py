@@ -14,9 +14,9 @@ MOST_EVALUATIONS = 40
 class Parameter:
     """One fitted number: its place in `Constants`, prior and how far the data may pull it (of a logarithm if `log`)."""
 
-    table: str  # common | links | stacks | families | accelerators
+    table: str  # common | links | stacks | architectures | accelerators
     key: str
-    field: str  # within families and accelerators: log_scale | throttle
+    field: str  # within architectures and accelerators: log_scale | throttle
     prior: float
     sigma: float
     log: bool
@@ -36,7 +36,7 @@ def stack(name: str, prior: float, sigma: float) -> Parameter:
 
 
 def scales(table: str, keys: Iterable[str], sigma_scale: float, sigma_throttle: float | None) -> list[Parameter]:
-    """A logarithmic scale, and unless None a throttle, for each family or accelerator."""
+    """A logarithmic scale, and unless None a throttle, for each architecture or accelerator."""
     found = []
     for key in keys:
         found.append(Parameter(table, key, "log_scale", 0.0, sigma_scale, False))
@@ -45,9 +45,9 @@ def scales(table: str, keys: Iterable[str], sigma_scale: float, sigma_throttle: 
     return found
 
 
-def attention_scales(families: Iterable[str], sigma: float) -> list[Parameter]:
-    """How much of the peak fused attention reaches on each family, relative to all."""
-    return [Parameter("families", key, "log_attention", 0.0, sigma, False) for key in families]
+def attention_scales(architectures: Iterable[str], sigma: float) -> list[Parameter]:
+    """How much of the peak fused attention reaches on each architecture, relative to all."""
+    return [Parameter("architectures", key, "log_attention", 0.0, sigma, False) for key in architectures]
 
 
 def start(parameters: Iterable[Parameter]) -> np.ndarray:
@@ -69,7 +69,8 @@ def apply(base: Constants, parameters: list[Parameter], vector: np.ndarray) -> C
     """`base` with the vector's numbers in their places; scales add to what the base already has."""
     tables: dict[str, dict[str, float]] = {name: dict(getattr(base, name)) for name in ("common", "links", "stacks")}
     nested: dict[str, dict[str, dict[str, float]]] = {
-        name: {key: dict(entry) for key, entry in getattr(base, name).items()} for name in ("families", "accelerators")
+        name: {key: dict(entry) for key, entry in getattr(base, name).items()}
+        for name in ("architectures", "accelerators")
     }
     for parameter, value in zip(parameters, values(parameters, vector), strict=True):
         if parameter.table in tables:
@@ -83,7 +84,7 @@ def apply(base: Constants, parameters: list[Parameter], vector: np.ndarray) -> C
         common=tables["common"],
         links=tables["links"],
         stacks=tables["stacks"],
-        families=nested["families"],
+        architectures=nested["architectures"],
         accelerators=nested["accelerators"],
     )
 

@@ -20,7 +20,7 @@ from hethub.predictor.calibration.fit.least_squares import (
 )
 from hethub.predictor.calibration.sources.training_steps import Case
 from hethub.predictor.calibration.validation.families import family_of
-from hethub.predictor.cost.constants import Constants, family, scales_key
+from hethub.predictor.cost.constants import Constants, architecture, scales_key
 
 F_SCALE = 0.1  # residuals beyond about 10 % count less and less
 STEP = 0.02  # of a logarithm, for derivatives
@@ -32,8 +32,8 @@ NEW_VALUES = 2  # rounds of values priced anew; derivatives, which change little
 def step_parameters(cases: Sequence[Case], base: Constants) -> list[Parameter]:
     """Every number that the cases can tell, given what layers told of the rooflines and collectives of the links."""
     accelerators = sorted({_accelerator_key(case) for case in cases})
-    families = sorted({_family_key(case) for case in cases})
-    fused = sorted({_family_key(case) for case in cases if case.software.fused_attention})
+    architectures = sorted({_architecture_key(case) for case in cases})
+    fused = sorted({_architecture_key(case) for case in cases if case.software.fused_attention})
     return [
         link("pcie_fraction", 0.3, 0.4, upper=1.0),
         link("overlap_cost", 0.4, 0.5, upper=1.0),
@@ -52,7 +52,7 @@ def step_parameters(cases: Sequence[Case], base: Constants) -> list[Parameter]:
         Parameter("common", "stack_mean", "", 0.0, 0.2, False),
         *[stack(name, 1.0, 0.15) for name in sorted({case.software.stack for case in cases})],
         *scales("accelerators", accelerators, 0.1, None),
-        *scales("families", [name for name in families if name not in base.families], 0.1, None),
+        *scales("architectures", [name for name in architectures if name not in base.architectures], 0.1, None),
         *attention_scales(fused, 0.4),
     ]
 
@@ -61,15 +61,17 @@ def _accelerator_key(case: Case) -> str:
     return scales_key(case.accelerator.name, case.software.math or "bf16")
 
 
-def _family_key(case: Case) -> str:
-    return scales_key(family(case.accelerator), case.software.math or "bf16")
+def _architecture_key(case: Case) -> str:
+    return scales_key(architecture(case.accelerator), case.software.math or "bf16")
 
 
 def _affected(parameter: Parameter, cases: Sequence[Case]) -> np.ndarray:
     """The rows whose prediction a parameter can change."""
-    key = {"stacks": lambda case: case.software.stack, "accelerators": _accelerator_key, "families": _family_key}.get(
-        parameter.table
-    )
+    key = {
+        "stacks": lambda case: case.software.stack,
+        "accelerators": _accelerator_key,
+        "architectures": _architecture_key,
+    }.get(parameter.table)
     return np.arange(len(cases)) if key is None else np.flatnonzero([key(case) == parameter.key for case in cases])
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from hethub.predictor.calibration.sources.training_steps import Case
 from hethub.predictor.calibration.validation.errors import ENOUGH_PLANS, run_of, sweep_of
-from hethub.predictor.cost.constants import family, peak_flops
+from hethub.predictor.cost.constants import architecture, peak_flops
 from hethub.predictor.cost.intervals import COVERAGE
 from hethub.predictor.cost.operators import model_flops
 
@@ -58,7 +58,13 @@ def baseline(cases: Sequence[Case]) -> Estimate:
         flops = model_flops(layout.model, layout.plan.global_batch, layout.plan.seq_len)
         log_ideal.append(np.log(flops / len(layout.cluster.places) / peak_flops(device, precision)))
         keys.append(
-            ((device.name, precision), (family(device), precision), (device.vendor, precision), device.vendor, "all")
+            (
+                (device.name, precision),
+                (architecture(device), precision),
+                (device.vendor, precision),
+                device.vendor,
+                "all",
+            )
         )
     ideal, measured = np.array(log_ideal), log_measured(cases)
 

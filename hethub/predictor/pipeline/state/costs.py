@@ -22,7 +22,7 @@ from hethub.predictor.memory.state import zero_level
 from hethub.predictor.pipeline.overlap import NO_ENDS, Ends, Round, excess, exposed
 from hethub.predictor.pipeline.state.rings import Rings
 from hethub.predictor.pipeline.state.tied_head import TiedHead
-from hethub.spec.layout.bind import ALL_IN_FLIGHT, Layout
+from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Kind
 from hethub.spec.plan import ReplicaSpec
 
@@ -172,7 +172,7 @@ class StateCosts:
         found, plan = self._by_layer(stage, ends, self.width)[0], self.layout.plan
         if plan.schedule == "1f1b":
             return found
-        return min(found, self._passes(stage, Portion(1, False, ends.last and plan.schedule != "zero_bubble"))[2])
+        return min(found, self._passes(stage, Portion(1, False, ends.last and not plan.defers_wgrad))[2])
 
     def norms_seconds(self, stage: int, portion: Portion) -> float:
         """What a portion's norms add to a sum and to sending weights, by themselves; passes hide both."""
@@ -229,7 +229,7 @@ class StateCosts:
             )
         plan = self.layout.plan
         around = Round.of(passes, ends, gathers, reductions, messages, self.sums_under_way(stage))
-        turns = plan.schedule not in ALL_IN_FLIGHT and plan.num_chunks == 1
+        turns = not plan.holds_all and plan.num_chunks == 1
         return tuple([self._shown(stage, *each) for each in (around.turning() if turns else around.repeating())])
 
     def sums_under_way(self, stage: int) -> int:
@@ -264,7 +264,7 @@ class StateCosts:
         """Whether what a stage fetches and sums goes once per chunk and pass, whatever the microbatches."""
         stage_spec = self.layout.stages[stage]
         moves = self.level(stage) >= 2 or "parameters" in stage_spec.offload
-        return moves and not self.in_rounds(stage) and self.layout.plan.schedule in ("layered", "ministages")
+        return moves and not self.in_rounds(stage) and self.layout.plan.goes_chunk_by_chunk
 
     @cached_property
     def by_turns(self) -> tuple[bool, ...]:
@@ -326,7 +326,7 @@ class StateCosts:
         parted = self.whole[stage].layers > 2
         if kind is not Kind.FORWARD:
             return portion.first and (parted or kind is None), False
-        left = self.in_passes(stage) or self.layout.plan.schedule == "zero_bubble"
+        left = self.in_passes(stage) or self.layout.plan.defers_wgrad
         return portion.first and left, portion.last and parted
 
     def _each_layer(

@@ -22,7 +22,6 @@ from hethub.predictor.cost.resources import OF_RANKS, Resource
 from hethub.predictor.memory.parameters import RankWidths, StageParameters, rank_widths, replica_widths
 from hethub.predictor.pipeline.state.costs import StateCosts
 from hethub.predictor.pipeline.traffic.routes import Flow, Routes
-from hethub.spec.layout.bind import ALL_IN_FLIGHT
 from hethub.spec.layout.execution import Kind, actor_order
 
 SAME_MOMENT = 1e-12  # seconds, by which sums may be off
@@ -72,7 +71,7 @@ class LinkLoads:
         another where ranks take turns) or with others: those that go the same way, or both."""
         (of_phase, of_all), least = self._by_number, self._alone(flow.ranks) / flow.turns
         one_way = max(max([of_phase[number] for number in flow.passed]) / flow.in_phase, least)
-        if self.routes.layout.plan.schedule in ALL_IN_FLIGHT:  # there the two ways never meet
+        if self.routes.layout.plan.holds_all:  # there the two ways never meet
             return one_way, one_way
         return one_way, max(max([of_all[number] for number in flow.passed]) / flow.in_all, least)
 
