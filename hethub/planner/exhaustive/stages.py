@@ -202,7 +202,6 @@ class StageCosts:
         self.recomputes = recomputes_under(schedule, problem)
         self._options: dict[object, StageOptions] = {}
         self._microbatches: dict[object, np.ndarray] = {}
-        self._p2p_costs: dict[tuple[Units, Units], np.ndarray] = {}
 
     @property
     def most(self) -> int:
@@ -270,18 +269,14 @@ class StageCosts:
 
     def p2p_seconds(self, shape: Shape, above: int) -> np.ndarray:
         """Seconds from a replica of a stage to one of the next, or back: [replica above, replica below, samples]."""
-        key = (shape[above], shape[above + 1])
-        found = self._p2p_costs.get(key)
-        if found is None:
-            layers = [1] * (len(shape) - 1)
-            costs = self._costs(shape, [*layers, self.problem.model.layers - len(layers)], 1, self.recomputes[0])
-            found = self._p2p_costs[key] = np.array(
-                [
-                    [[costs.boundary(above, a, b, size) for size in range(self.most + 1)] for b in range(len(key[1]))]
-                    for a in range(len(key[0]))
-                ]
-            )
-        return found
+        return self._between(*shape[above : above + 2])
+
+    @memoized
+    def _between(self, above: Units, below: Units) -> np.ndarray:
+        """The same of two stages, whatever stands beside them."""
+        costs = self._costs((above, below), [1, self.problem.model.layers - 1], 1, self.recomputes[0])
+        each = (costs.boundary(0, *where) for where in np.ndindex(len(above), len(below), self.most + 1))
+        return np.fromiter(each, float).reshape(len(above), len(below), -1)
 
     def _costs(self, shape: Shape, layers: Sequence[int], zero: int, recompute: Recompute) -> PlanCosts:
         """The predictor's costs of any plan with these stages; what is read of them depends on no microbatch."""
