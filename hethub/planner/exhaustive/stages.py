@@ -129,13 +129,6 @@ class Mode(NamedTuple):
         return 2 if self.seconds[2].any() else 1
 
 
-def limited(mode: Mode, fits: np.ndarray) -> Mode:
-    """The mode with microbatches that never end where they are beyond memory, as `fits` [replica, samples] tells."""
-    seconds = mode.seconds.copy()
-    seconds[:2, :, 1:][:, ~fits[:, 1:]] = np.inf
-    return mode._replace(seconds=seconds)
-
-
 class StageBounds(NamedTuple):
     """Seconds that a stage's part of a step takes at least, in arrays of one shape."""
 
@@ -222,8 +215,9 @@ class StageCosts:
                 for level in levels(self.problem, shape[stage])
                 for recompute in self.recomputes
             ]
-            able = [self._fits(shape[stage], layers[stage], mode, position(*ends)) for mode in modes]
-            modes = [limited(mode, fits) for mode, fits in zip(modes, able, strict=True)]
+            for mode in modes:  # beyond memory microbatches never end
+                fits = self._fits(shape[stage], layers[stage], mode, position(*ends))
+                mode.seconds[:2, :, 1:][:, ~fits[:, 1:]] = np.inf
             ways = microbatchings(self.problem.batch.global_batch, len(shape[stage]), self.cuts)
             found = self._options[key] = options_of(modes, ways)
         return found
