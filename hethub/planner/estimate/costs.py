@@ -50,6 +50,7 @@ class UnitCosts:
         self.problem = problem
         self.network = Network(problem.cluster, packaged(), problem.profile)
         self.width = element_bytes(HETHUB.math_precision(problem.batch.precision))
+        self.gradient_width = gradient_bytes(self.width)  # bytes of a gradient on the wire: fp32 at least
         self.memory = memory_model_of(problem)
         self._on_cpu = [is_cpu(device_type.accelerator) for device_type in problem.device_types]
         batch, figures = problem.batch, (problem.software, problem.profile, packaged())
@@ -57,11 +58,6 @@ class UnitCosts:
             layer_cost_of(problem.model, device_type.accelerator, batch.seq_len, batch.precision, *figures)
             for device_type in problem.device_types
         ]
-
-    @property
-    def gradient_width(self) -> int:
-        """Bytes of a gradient on the wire: fp32 at least."""
-        return gradient_bytes(self.width)
 
     @memoized
     def rate(self, device_type: int, tp: int, samples: int, recompute: Recompute) -> Rate:

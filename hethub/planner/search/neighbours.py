@@ -159,11 +159,9 @@ def _groups(candidate: Candidate, problem: Problem, pairs: list[tuple[int, int]]
         for giver, taker in ((a, b), (b, a)) if problem.constraints.dp is None else ():
             if candidate.stages[giver].replicas > 1:
                 for own in candidate.stages[giver].groups:
-                    moved = _moved(candidate, giver, own, taker)
-                    yield moved
-                    for layers in (1, 2):  # and the layers that it worked on
+                    for layers in (0, 1, 2):  # that it worked on
                         if candidate.stages[giver].layers > layers:
-                            yield _shifted(moved, giver, taker, layers)
+                            yield _moved(candidate, giver, own, taker, layers)
         for one in candidate.stages[a].groups:
             for two in candidate.stages[b].groups:
                 if one[:2] != two[:2]:
@@ -232,15 +230,11 @@ def _less(stage: CandidateStage, one: ReplicaGroup) -> list[ReplicaGroup]:
     return [own._replace(number=own.number - (own == one)) for own in stage.groups]
 
 
-def _moved(candidate: Candidate, giver: int, own: ReplicaGroup, taker: int) -> Candidate:
+def _moved(candidate: Candidate, giver: int, own: ReplicaGroup, taker: int, layers: int) -> Candidate:
+    """A replica of one stage in another, and so many layers with it."""
     stage, target = candidate.stages[giver], candidate.stages[taker]
-    more = target.with_groups([*target.groups, own._replace(number=1)])
-    return candidate.with_stages({giver: stage.with_groups(_less(stage, own)), taker: more})
-
-
-def _shifted(candidate: Candidate, giver: int, taker: int, layers: int) -> Candidate:
-    fewer = replace(candidate.stages[giver], layers=candidate.stages[giver].layers - layers)
-    more = replace(candidate.stages[taker], layers=candidate.stages[taker].layers + layers)
+    fewer = replace(stage.with_groups(_less(stage, own)), layers=stage.layers - layers)
+    more = replace(target.with_groups([*target.groups, own._replace(number=1)]), layers=target.layers + layers)
     return candidate.with_stages({giver: fewer, taker: more})
 
 
