@@ -2,7 +2,7 @@
 them."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -91,6 +91,8 @@ class Pattern(NamedTuple):
 
 PLAIN = Pattern("1f1b")
 
+Where = Sequence[tuple[int, int | None]]  # stages, each with one device type of its replicas or, None, all
+
 # More microbatches in flight than the default that are looked at, by schedule: under others they are no choice.
 EXTRA_IN_FLIGHT: dict[ScheduleName, tuple[int, ...]] = {"1f1b": (1,), "zero_bubble": (1, 2)}
 
@@ -117,6 +119,15 @@ class Candidate:
         """The candidate with other stages at these indices."""
         stages = tuple([changed.get(index, stage) for index, stage in enumerate(self.stages)])
         return Candidate(stages, self.extra_in_flight, self.even, self.plan, self.pattern)
+
+    def with_sizes(self, where: Where, size: Callable[[int, ReplicaGroup], int]) -> "Candidate":
+        """The candidate with other micro-batches in `where`: what is said of a stage's index and a group of its replicas."""
+        changed = {}
+        for index, device_type in where:
+            groups = self.stages[index].groups
+            sizes = [size(index, own) if device_type in (None, own.device_type) else own.micro_batch for own in groups]
+            changed[index] = self.stages[index].with_sizes(sizes)
+        return self.with_stages(changed)
 
     @cached_property
     def shape(self) -> object:

@@ -4,12 +4,12 @@ The evaluator of every plan is the predictor. These figures are its figures for 
 """
 
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
 from hethub.planner.candidate.samples import Worker
 from hethub.planner.estimate.memory_model import Coefficients, memory_model_of
 from hethub.planner.estimate.memory_probes import Mode
@@ -23,6 +23,8 @@ from hethub.predictor.memory.parameters import RankParameters, rank_widths
 from hethub.predictor.memory.surroundings import communicator_bytes
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Recompute
+
+Groups = tuple[ReplicaGroup, ...]  # of a stage
 
 
 class Rate(NamedTuple):
@@ -48,6 +50,7 @@ class UnitCosts:
         self.problem = problem
         self.network = Network(problem.cluster, packaged(), problem.profile)
         self.width = element_bytes(HETHUB.math_precision(problem.batch.precision))
+        self.gradient_width = gradient_bytes(self.width)  # bytes of a gradient on the wire: fp32 at least
         self.memory = memory_model_of(problem)
         self._on_cpu = [is_cpu(device_type.accelerator) for device_type in problem.device_types]
         batch, figures = problem.batch, (problem.software, problem.profile, packaged())
@@ -55,11 +58,6 @@ class UnitCosts:
             layer_cost_of(problem.model, device_type.accelerator, batch.seq_len, batch.precision, *figures)
             for device_type in problem.device_types
         ]
-
-    @property
-    def gradient_width(self) -> int:
-        """Bytes of a gradient on the wire: fp32 at least."""
-        return gradient_bytes(self.width)
 
     @memoized
     def rate(self, device_type: int, tp: int, samples: int, recompute: Recompute) -> Rate:
@@ -118,6 +116,45 @@ class UnitCosts:
         machines = self.problem.device_types[device_type].machines
         group = self.network.group(next(machine for machine in machines if len(machine) >= tp)[:tp])
         return self.network.all_reduce(group, num_bytes, self.network.sharing(group))
+
+    def p2p_seconds(self, candidate: Candidate) -> list[float]:
+        """Seconds of one microbatch over each boundary, from the slowest pair of sorts, before ranks are named."""
+        return self._boundaries(tuple([stage.groups for stage in candidate.stages]))
+
+    @memoized
+    def _boundaries(self, stages: tuple[Groups, ...]) -> list[float]:
+        sizes = [len(device_type.machines[0]) for device_type in self.problem.device_types]
+        used, found = [0] * len(sizes), []
+        for above, below in pairwise(stages):
+            near = []  # per sort, whether its ranks and as many behind them are on one machine
+            for device_type, tp, _, number in above:
+                start, stop = used[device_type], used[device_type] + number * tp
+                used[device_type] = stop
+                near.append(start // sizes[device_type] == (2 * stop - start - 1) // sizes[device_type])
+            found.append(self._boundary(above, below, tuple(near)))
+        return found
+
+    @memoized
+    def _boundary(self, above: Groups, below: Groups, near: tuple[bool, ...]) -> float:
+        return max(
+            self._pair_seconds(one, two, one.device_type == two.device_type and neighbours)
+            for one, neighbours in zip(above, near, strict=True)
+            for two in below
+        )
+
+    def _pair_seconds(self, sender: ReplicaGroup, receiver: ReplicaGroup, neighbours: bool) -> float:
+        """Seconds of one microbatch from a replica to another, on one machine or on two of their device types."""
+        one = self.problem.device_types[sender.device_type].machines
+        two = self.problem.device_types[receiver.device_type].machines
+        source = one[0][0]
+        target = one[0][-1] if neighbours else two[-1][0]
+        sharing = min(sender.number, max(1, len(one[0]) // sender.tp))
+        tokens = min(sender.micro_batch, receiver.micro_batch) * self.problem.batch.seq_len
+        num_bytes = tokens * self.problem.model.hidden * self.width
+        seconds = self.network.link(source, target, sharing).seconds(num_bytes)
+        ends = ((one, sender.tp), (two, receiver.tp))
+        told = [self.network.broadcast(at[0][:width]).seconds(num_bytes) for at, width in ends if width > 1]
+        return seconds + max(told, default=0.0)
 
     def layer_rate(self, device_type: int) -> float:
         """The device type's best layer-samples per second, which weights its part of the batch when it is planned alone."""

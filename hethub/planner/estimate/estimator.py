@@ -17,7 +17,6 @@ from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.stage_figures import StageEstimate
 from hethub.planner.estimate.stage_rows import StageRows
 from hethub.planner.estimate.stage_times import StageTimes
-from hethub.planner.estimate.transfers import P2pCosts
 from hethub.planner.problem.problem import Problem
 
 SLOWER, PACES = 0.9, 10  # paces tried for fewer microbatches in flight where memory is short, each times the one before
@@ -42,10 +41,9 @@ class Estimator:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.unit_costs = problem, UnitCosts(problem)
-        self.times, self.p2p_costs = StageTimes(problem, self.unit_costs), P2pCosts(problem, self.unit_costs)
+        self.times = StageTimes(problem, self.unit_costs)
         self._rows = StageRows(self.times)
         self._estimated: dict[Candidate, Estimate] = {}
-        self._least: dict[Candidate, float] = {}
 
     def estimate(self, candidates: Iterable[Candidate]) -> list[float]:
         """The estimated steps of all candidates at once. Asking for each is then for nothing."""
@@ -80,15 +78,11 @@ class Estimator:
     def least(self, candidate: Candidate) -> float:
         """Seconds that the candidate's busiest replica computes at least, whatever the schedule: no prediction is
         shorter."""
-        if candidate not in self._least:
-            self.bound([candidate])
-        return self._least[candidate]
+        return max([own.seconds for own in self._rows.divided([candidate])[0]])
 
     def bound(self, candidates: Iterable[Candidate]) -> None:
-        """Finds for all candidates at once what they compute at least."""
-        new = [candidate for candidate in candidates if candidate not in self._least]
-        for candidate, stages in zip(new, self._rows.divided(new), strict=True):
-            self._least[candidate] = max([own.seconds for own in stages])
+        """Finds for all candidates at once what they compute at least. Asking for each then takes little."""
+        self._rows.divided(list(candidates))
 
     def samples(self, candidate: Candidate) -> list[list[int]]:
         """About how many samples each replica takes, by stages and groups."""
@@ -128,7 +122,7 @@ class Estimator:
         first = np.array([depth - len(own) for own in rows])
         table = np.array([own[:1] * (depth - len(own)) + own for own in rows])
         p2p_seconds = np.array(
-            [[0.0] * (depth - len(candidate.stages)) + self.p2p_costs.of(candidate) for candidate in candidates]
+            [[0.0] * (depth - len(own.stages)) + self.unit_costs.p2p_seconds(own) for own in candidates]
         )
         p2p_seconds = p2p_seconds.reshape(len(candidates), -1)
         blank = np.arange(depth) < first[:, None]

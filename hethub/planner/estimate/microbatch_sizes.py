@@ -1,26 +1,19 @@
 """Micro-batches of any size: microbatches that come out even, and the largest that memory allows."""
 
-from collections.abc import Sequence
-
-from hethub.planner.candidate.candidate import Candidate, ReplicaGroup
+from hethub.planner.candidate.candidate import Candidate, ReplicaGroup, Where
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import position
-
-Where = Sequence[tuple[int, int | None]]  # stages, each with one device type of its replicas or, None, all
 
 
 def resized(candidate: Candidate, where: Where, estimator: Estimator, step: int) -> Candidate:
     """The candidate with microbatches of the next larger (`step` 1) or smaller (-1) even size in `where`, or (0) evened
     out."""
-    changed, samples = {}, estimator.samples(candidate)
-    for index, device_type in where:
-        stage = candidate.stages[index]
-        sizes = [
-            _next_even(own, taken, step, estimator) if device_type in (None, own.device_type) else own.micro_batch
-            for own, taken in zip(stage.groups, samples[index], strict=True)
-        ]
-        changed[index] = stage.with_sizes(sizes)
-    return candidate.with_stages(changed)
+    samples = estimator.samples(candidate)
+
+    def size(index: int, own: ReplicaGroup) -> int:
+        return _next_even(own, samples[index][candidate.stages[index].groups.index(own)], step, estimator)
+
+    return candidate.with_sizes(where, size)
 
 
 def _next_even(own: ReplicaGroup, samples: int, step: int, estimator: Estimator) -> int:
@@ -59,8 +52,5 @@ def fitted(candidate: Candidate, estimator: Estimator) -> Candidate | None:
 
 def lessened(candidate: Candidate) -> Candidate:
     """The candidate with micro-batches a quarter smaller, by one sample at least where there are two."""
-    changed = {
-        index: stage.with_sizes([max(1, 3 * own.micro_batch // 4) for own in stage.groups])
-        for index, stage in enumerate(candidate.stages)
-    }
-    return candidate.with_stages(changed)
+    everywhere = [(index, None) for index in range(len(candidate.stages))]
+    return candidate.with_sizes(everywhere, lambda _, own: max(1, 3 * own.micro_batch // 4))

@@ -1,8 +1,6 @@
 """The best plan so far: what a search has tried, what of it fits, and when its time is over."""
 
 import time
-from collections.abc import Iterable, Iterator
-from itertools import takewhile
 
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.estimate.estimator import Estimator
@@ -36,10 +34,6 @@ class Incumbent:
     @property
     def out_of_time(self) -> bool:
         return self.limit_seconds is not None and time.perf_counter() - self._started > self.limit_seconds
-
-    def while_in_time(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-        """The candidates until time is up: no more are made then."""
-        return takewhile(lambda _: not self.out_of_time, candidates)
 
     def consider(self, candidate: Candidate) -> Evaluation | None:
         """The evaluation of a candidate, which may be the best from now on; None where it is no valid plan."""

@@ -83,8 +83,8 @@ class Points(NamedTuple):
         return [Point(branch, tuple(options[: len(branch.shape)])) for branch, options in chosen]
 
 
-def promising(limit: float, branches: Sequence[Branch], most: int, above: float) -> Points:
-    """The points whose bound is below the limit and not below `above`, by their bounds; the smallest `most` of them."""
+def promising(limit: float, branches: Sequence[Branch], most: int) -> Points:
+    """The points whose bound is below the limit, by their bounds; the smallest `most` of them."""
     width = max((len(branch.shape) for branch in branches), default=0)
     none = Points(branches, np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros((0, width), dtype=np.int64))
     found, new, count = none, [none], 0
@@ -95,8 +95,7 @@ def promising(limit: float, branches: Sequence[Branch], most: int, above: float)
             new.append(Points(branches, bounds, np.full(len(bounds), index), padded))
             count += len(bounds)
         if count > AT_ONCE or index == len(branches) - 1:
-            chained = _joined([none, *_chained(_joined(new), limit)])
-            found = _joined([found, chained.at(chained.bounds >= above)])
+            found = _joined([found, *_chained(_joined(new), limit)])
             found = found.at(np.argsort(found.bounds, kind="stable")[:most])
             new, count = [none], 0
             if len(found.bounds) == most:

@@ -18,7 +18,7 @@ import numpy as np
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, merged
 from hethub.planner.candidate.materialize import materialize
 from hethub.planner.evaluate.incumbent import Incumbent
-from hethub.planner.exhaustive.points import Branch, Point, Points, branches_below, promising
+from hethub.planner.exhaustive.points import Branch, Point, branches_below, promising
 from hethub.planner.exhaustive.replay import Node, StageSeconds, ends_of, nodes_of
 from hethub.planner.exhaustive.shapes import excess, schedules_of, shapes_of
 from hethub.planner.exhaustive.stages import StageCosts
@@ -27,7 +27,6 @@ from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
 
 AT_ONCE = 512  # points timed before the best of them are evaluated
-WINDOW = 131_072  # points listed at once, by their bounds
 MOST_TIMED = 65_536
 FEW, GROWTH = 32, 4  # branches looked at first, and how many times as many each time after
 MOST_EVALUATED = 1000  # where memory holds few of them
@@ -91,36 +90,21 @@ class _Sweep:
     def has_evaluated_enough(self) -> bool:
         return self.incumbent.out_of_time or len(self.incumbent.tried) > self.enough
 
-    @property
-    def is_over(self) -> bool:
-        return self.left <= 0 or self.has_evaluated_enough
-
     def leave(self, seconds: float) -> None:
         """Notes that points are left out of which none is faster."""
         self.unseen_seconds = min(self.unseen_seconds, seconds)
 
     def search(self, bounded: Sequence[tuple[float, Branch]]) -> None:
-        """Looks at all points of branches that may be better than the best plan, a window of them after the other."""
-        branches, above, least = [branch for _, branch in bounded], 0.0, bounded[0][0]
-        while least < self.incumbent.best_seconds:
-            if self.is_over:
-                self.leave(least)
-                return
-            found = promising(self.incumbent.best_seconds, branches, WINDOW, above)
-            self._time(found)
-            if len(found.bounds) < WINDOW:
-                return
-            if found.bounds[-1] <= above:  # more of one bound than a window holds
-                self.leave(above)
-                return
-            above = least = float(found.bounds[-1])
-
-    def _time(self, found: Points) -> None:
-        """Times points in order of their bounds."""
+        """Times the points of branches that may be better than the best plan, in order of their bounds."""
+        if self.left <= 0 or self.has_evaluated_enough:
+            self.leave(bounded[0][0])
+            return
+        # More than may be timed, so that the first of those left out is among them.
+        found = promising(self.incumbent.best_seconds, [branch for _, branch in bounded], self.left + AT_ONCE)
         for first in range(0, len(found.bounds), AT_ONCE):
             if found.bounds[first] >= self.incumbent.best_seconds:
                 return
-            if self.is_over:
+            if self.left <= 0 or self.has_evaluated_enough:
                 self.leave(float(found.bounds[first]))
                 return
             some = found.at(slice(first, first + AT_ONCE)).points()

@@ -36,11 +36,8 @@ def excess(problem: Problem) -> str | None:
 
 def schedules_of(problem: Problem) -> list[ScheduleName]:
     """The schedules under which a small space is searched."""
-    able = ("1f1b", "gpipe", "zero_bubble")
-    wanted = [
-        name for name in (problem.schedule, *problem.other_schedules) if name in able and name in problem.schedules
-    ]
-    return [name for name in wanted if recomputes_under(name, problem)]
+    wanted = (problem.schedule, *problem.other_schedules)
+    return [name for name in wanted if name in problem.schedules and recomputes_under(name, problem)]
 
 
 def shapes_of(problem: Problem) -> Iterator[Shape]:
@@ -72,16 +69,12 @@ def _groupings(problem: Problem) -> Iterator[list[Unit]]:
     machines = [
         (index, machine) for index, device_type in enumerate(problem.device_types) for machine in device_type.machines
     ]
-    wanted = problem.constraints.tp
-    for chosen in product(
-        *(_sizes(len(machine), problem.degrees_of(device_type)) for device_type, machine in machines)
-    ):
-        if wanted is None or {size for sizes in chosen for size in sizes} == {wanted}:
-            yield [
-                Unit(device_type, machine[sum(sizes[:i]) : sum(sizes[: i + 1])])
-                for (device_type, machine), sizes in zip(machines, chosen, strict=True)
-                for i in range(len(sizes))
-            ]
+    for chosen in product(*(_sizes(len(machine), problem.degrees_of(k)) for k, machine in machines)):
+        yield [
+            Unit(device_type, machine[sum(sizes[:i]) : sum(sizes[: i + 1])])
+            for (device_type, machine), sizes in zip(machines, chosen, strict=True)
+            for i in range(len(sizes))
+        ]
 
 
 def _sizes(count: int, degrees: Sequence[int]) -> list[tuple[int, ...]]:

@@ -129,13 +129,6 @@ class Mode(NamedTuple):
         return 2 if self.seconds[2].any() else 1
 
 
-def limited(mode: Mode, fits: np.ndarray) -> Mode:
-    """The mode with microbatches that never end where they are beyond memory, as `fits` [replica, samples] tells."""
-    seconds = mode.seconds.copy()
-    seconds[:2, :, 1:][:, ~fits[:, 1:]] = np.inf
-    return mode._replace(seconds=seconds)
-
-
 class StageBounds(NamedTuple):
     """Seconds that a stage's part of a step takes at least, in arrays of one shape."""
 
@@ -202,7 +195,6 @@ class StageCosts:
         self.recomputes = recomputes_under(schedule, problem)
         self._options: dict[object, StageOptions] = {}
         self._microbatches: dict[object, np.ndarray] = {}
-        self._p2p_costs: dict[tuple[Units, Units], np.ndarray] = {}
 
     @property
     def most(self) -> int:
@@ -223,8 +215,9 @@ class StageCosts:
                 for level in levels(self.problem, shape[stage])
                 for recompute in self.recomputes
             ]
-            able = [self._fits(shape[stage], layers[stage], mode, position(*ends)) for mode in modes]
-            modes = [limited(mode, fits) for mode, fits in zip(modes, able, strict=True)]
+            for mode in modes:  # beyond memory microbatches never end
+                fits = self._fits(shape[stage], layers[stage], mode, position(*ends))
+                mode.seconds[:2, :, 1:][:, ~fits[:, 1:]] = np.inf
             ways = microbatchings(self.problem.batch.global_batch, len(shape[stage]), self.cuts)
             found = self._options[key] = options_of(modes, ways)
         return found
@@ -270,18 +263,14 @@ class StageCosts:
 
     def p2p_seconds(self, shape: Shape, above: int) -> np.ndarray:
         """Seconds from a replica of a stage to one of the next, or back: [replica above, replica below, samples]."""
-        key = (shape[above], shape[above + 1])
-        found = self._p2p_costs.get(key)
-        if found is None:
-            layers = [1] * (len(shape) - 1)
-            costs = self._costs(shape, [*layers, self.problem.model.layers - len(layers)], 1, self.recomputes[0])
-            found = self._p2p_costs[key] = np.array(
-                [
-                    [[costs.boundary(above, a, b, size) for size in range(self.most + 1)] for b in range(len(key[1]))]
-                    for a in range(len(key[0]))
-                ]
-            )
-        return found
+        return self._between(*shape[above : above + 2])
+
+    @memoized
+    def _between(self, above: Units, below: Units) -> np.ndarray:
+        """The same of two stages, whatever stands beside them."""
+        costs = self._costs((above, below), [1, self.problem.model.layers - 1], 1, self.recomputes[0])
+        each = (costs.boundary(0, *where) for where in np.ndindex(len(above), len(below), self.most + 1))
+        return np.fromiter(each, float).reshape(len(above), len(below), -1)
 
     def _costs(self, shape: Shape, layers: Sequence[int], zero: int, recompute: Recompute) -> PlanCosts:
         """The predictor's costs of any plan with these stages; what is read of them depends on no microbatch."""

@@ -57,22 +57,16 @@ class _Kept:
         """Takes in what is good enough of some lines, arranged and cut."""
         layers, seconds = found
         near = np.flatnonzero(seconds < self.worst)
-        sort = (lines.stages if self.by_depth else lines.rows)[near]
-        new = zip(seconds[near].tolist(), sort.tolist(), near.tolist(), strict=True)
-        old: list[tuple[float, int, Cut | int]] = [
-            (cut.seconds, len(cut.layers) if self.by_depth else cut.row, cut) for cut in self.cuts
-        ]
+        each = (own[near].tolist() for own in (seconds, lines.rows, lines.orders))
+        held = (tuple(layers[arranged.stages.at(one)].tolist()) for one in near.tolist())
+        new = map(Cut, *each, held)
         per_sort: Counter[int] = Counter()
         kept: list[Cut] = []
-        for estimate, own, one in sorted([*old, *new], key=itemgetter(0)):
-            if len(kept) == self.number:
-                break
-            if per_sort[own] < PER_SORT:
-                per_sort[own] += 1
-                if not isinstance(one, Cut):
-                    stages = layers[arranged.stages.first[one] : arranged.stages.last[one] + 1]
-                    one = Cut(estimate, int(lines.rows[one]), int(lines.orders[one]), tuple(stages.tolist()))
-                kept.append(one)
+        for cut in sorted([*self.cuts, *new], key=itemgetter(0)):
+            sort = len(cut.layers) if self.by_depth else cut.row
+            if per_sort[sort] < PER_SORT and len(kept) < self.number:
+                per_sort[sort] += 1
+                kept.append(cut)
         self.cuts = kept
         if kept:
             self.worst = kept[-1].seconds if len(kept) == self.number else float("inf")

@@ -33,6 +33,10 @@ class Stages:
         """[arrangement]: its last stage."""
         return np.cumsum(self.numbers) - 1
 
+    def at(self, arrangement: int) -> slice:
+        """Where the stages of one stand."""
+        return slice(self.first[arrangement], self.last[arrangement] + 1)
+
     @cached_property
     def of(self) -> np.ndarray:
         """[stage]: its arrangement."""
@@ -155,20 +159,11 @@ def _spread(total: int, stages: Stages, per_layer: np.ndarray, extra: np.ndarray
         high, low = np.where(enough, middle, high), np.where(enough, low, middle)
     layers = held(high)
     while (surplus := sums(layers) - total).any():
-        own = np.flatnonzero((surplus > 0).take(stages.of) & (layers > 1))
-        layers[own[_latest(surplus, stages.of[own], per_layer[own] * layers[own] + extra[own], per_layer[own])]] -= 1
+        # One from the stage that ends last, the first among equals.
+        ends = np.where((layers > 1) & (surplus > 0).take(stages.of), per_layer * layers + extra, -np.inf)
+        last = np.flatnonzero(np.isfinite(ends) & (ends == np.maximum.reduceat(ends, stages.first).take(stages.of)))
+        layers[last[np.unique(stages.of[last], return_index=True)[1]]] -= 1
     return layers.astype(np.int64)
-
-
-def _latest(surplus: np.ndarray, of: np.ndarray, ends: np.ndarray, per_layer: np.ndarray) -> np.ndarray:
-    """Up to `surplus` [arrangement] stages of every arrangement that end last, the first ones among equals, and end
-    last also without the last layers of the others: these layers would be taken away if it were done one by one."""
-    order = np.lexsort((-ends, of))
-    of, ends = of[order], ends[order]
-    first = np.flatnonzero(np.diff(of, prepend=-1))
-    own = Stages(np.diff(first, append=len(of)))
-    later = ends > np.maximum.reduceat(ends - per_layer[order], first)[own.of]
-    return order[later & (own.before < surplus[of])]
 
 
 ROUGHLY = 1e-3  # how near the deadline is bisected; what it leaves too many of is taken away

@@ -105,7 +105,7 @@ def _cut(problem: Problem, table: Table, row: int, limit: float) -> Iterator[tup
     ranked = np.argsort(cuts.seconds, kind="stable")
     ranked = ranked[cuts.seconds[ranked] < limit]
     for index in ranked.tolist():
-        layers = tuple(cuts.layers[stages.first[index] : stages.last[index] + 1].tolist())
+        layers = tuple(cuts.layers[stages.at(index)].tolist())
         yield float(cuts.seconds[index]), _Arrangement(problem, combination, examples, allowed[index], layers)
 
 

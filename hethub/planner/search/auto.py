@@ -4,7 +4,8 @@ import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
+from operator import attrgetter
 from typing import Any
 
 from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate, Pattern
@@ -17,7 +18,7 @@ from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.effort import Effort
 from hethub.planner.search.left_out import parts
-from hethub.planner.search.local_search import FAR, climb_leaders, descended, evaluate_all, evaluate_or_fit
+from hethub.planner.search.local_search import FAR, climb_leaders, descended, diverse, evaluate_all, evaluate_or_fit
 from hethub.planner.search.neighbours import with_room
 
 FAMILY_FINALISTS = 4  # evaluated of each family
@@ -167,11 +168,8 @@ def in_modes(incumbent: Incumbent, effort: Effort, table: Table, found: Sequence
     known = [own for own in found if costs.likely_fits(own) and own.pattern.schedule in allowed]
     shortest = min(map(costs.seconds, known), default=float("inf"))
     chosen = heapq.nsmallest(MOST_CUTS, cuts.values(), key=costs.seconds)
-    made = dict.fromkeys(modes.propose(problem, costs, chosen, shortest))
-    ranked = sorted(made, key=costs.seconds)
-    unlike = {(own.shape, own.pattern): own for own in reversed(ranked)}
-    best = sorted(unlike.values(), key=costs.seconds)
-    return list(dict.fromkeys([*ranked[: effort.finalists // 2], *best]))[: effort.finalists]
+    ranked = sorted(dict.fromkeys(modes.propose(problem, costs, chosen, shortest)), key=costs.seconds)
+    return diverse(ranked, effort.finalists // 2, effort.finalists, attrgetter("shape", "pattern"))
 
 
 def thriftiest(problem: Problem, table: Table) -> Table:
@@ -188,11 +186,10 @@ def promising(incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence
     costs, found = incumbent.costs, with_slacks(incumbent, cuts)
     best = min(found.values(), default=float("inf"))
     cut = small.propose(incumbent.problem, costs, table, best)
-    found.update((candidate, costs.seconds(candidate)) for candidate in incumbent.while_in_time(cut))
+    in_time = takewhile(lambda _: not incumbent.out_of_time, cut)  # no more are made then
+    found.update((candidate, costs.seconds(candidate)) for candidate in in_time)
     ranked = sorted(found, key=found.__getitem__)
-    shapes = {candidate.shape: candidate for candidate in reversed(ranked)}  # the best of every arrangement of units
-    unlike = sorted(shapes.values(), key=found.__getitem__)
-    return list(dict.fromkeys([*ranked[: 2 * effort.finalists // 3], *unlike]))[: effort.finalists]
+    return diverse(ranked, 2 * effort.finalists // 3, effort.finalists, attrgetter("shape"))
 
 
 def stages_by_device_type(

@@ -1,9 +1,11 @@
 """The local search: descents by estimates alone, climbs by what the evaluator says."""
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
+from operator import attrgetter
+from typing import TypeVar
 
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.estimate.estimator import Estimator
@@ -18,6 +20,16 @@ from hethub.planner.search.neighbours import neighbourhoods, neighbours, nudges
 FAR = 1.15
 WORTHWHILE = 1e-2  # a gain for which no other sort of change is looked at
 MOST_CHANGES = 60
+
+T = TypeVar("T")
+
+
+def diverse(ranked: Iterable[T], few: int, most: int, sort: Callable[[T], object]) -> list[T]:
+    """Of what is ranked, the best first, the first few and the first of each sort, so many in all."""
+    every, unlike = list(ranked), dict[object, T]()
+    for own in every:
+        unlike.setdefault(sort(own), own)
+    return list(dict.fromkeys([*every[:few], *unlike.values()]))[:most]
 
 
 def evaluate_all(incumbent: Incumbent, candidates: Iterable[Candidate]) -> None:
@@ -59,11 +71,9 @@ def descended(
 ) -> list[Candidate]:
     """Where descents from the best and the unlike ones among the candidates found end; `others` have ended before. One
     that is far behind these gives up."""
-    unlike = {candidate.shape: candidate for candidate in reversed(found)}
-    starting = list(dict.fromkeys([*found[: (descents + 1) // 2], *reversed(unlike.values())]))
     passed: set[Candidate] = set()  # where one descent has been, another need not go on
     ends: list[Candidate] = []
-    for candidate in starting[:descents]:
+    for candidate in diverse(found, (descents + 1) // 2, descents, attrgetter("shape")):
         best = min(map(incumbent.costs.seconds, [*others, *ends]), default=float("inf"))
         ends.append(descend(incumbent, candidate, passed, FAR * best))
     return ends
@@ -105,9 +115,8 @@ def climb_leaders(incumbent: Incumbent, effort: Effort) -> None:
     memory."""
     incumbent.evaluator.microbatches_left = effort.microbatches  # whatever the leaders took
     ranked = movable(incumbent)
-    unlike = {evaluation.candidate.shape: evaluation for evaluation in reversed(ranked)}
-    others = sorted(unlike.values(), key=lambda evaluation: evaluation.seconds)[: effort.arrangements]
-    leaders = list({evaluation.candidate: evaluation for evaluation in [*ranked[: effort.climbs], *others]}.values())
+    others = diverse(ranked, 0, effort.arrangements, attrgetter("candidate.shape"))
+    leaders = list(dict.fromkeys([*ranked[: effort.climbs], *others]))
     if not leaders and incumbent.closest is not None and incumbent.closest.candidate.plan is None and effort.climbs:
         leaders = [incumbent.closest]
     passed: set[Candidate] = set()

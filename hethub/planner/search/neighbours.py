@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 
-from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate, CandidateStage, Pattern, ReplicaGroup
+from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate, CandidateStage, Pattern, ReplicaGroup, Where
 from hethub.planner.candidate.samples import one_moved
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.estimate.microbatch_sizes import Where, fitted, resized
+from hethub.planner.estimate.microbatch_sizes import fitted, resized
 from hethub.planner.generate.modes import patterns
 from hethub.planner.problem.problem import OFFLOADED, Problem
 from hethub.spec.plan import ScheduleName
@@ -55,10 +55,13 @@ def _micro_batches(candidate: Candidate, problem: Problem, stages: Sequence[int]
     """The next smaller or larger micro-batch for all, for one stage, for one device type in a stage, or for one in all."""
     everywhere = range(len(candidate.stages))
     device_types = sorted({own.device_type for stage in candidate.stages for own in stage.groups})
-    in_all = [[(index, own) for index in everywhere] for own in device_types if len(device_types) > 1]
+    in_all: list[Where] = [[(index, own) for index in everywhere] for own in device_types if len(device_types) > 1]
     for step in (-1, 1):
-        for where in [*_places(candidate, stages), *in_all]:
-            yield _stepped(candidate, where, problem, step)
+
+        def size(_: int, own: ReplicaGroup, step: int = step) -> int:
+            return _next(own, problem, step)
+
+        yield from (candidate.with_sizes(where, size) for where in [*_places(candidate, stages), *in_all])
 
 
 def _even_microbatches(candidate: Candidate, costs: Estimator, stages: Sequence[int]) -> Iterator[Candidate]:
@@ -94,17 +97,6 @@ def _made_to_fit(near: Iterable[Candidate], costs: Estimator) -> list[Candidate]
     costs.estimate(found)
     smaller = [fitted(candidate, costs) for candidate in found if not costs.likely_fits(candidate)]
     return found + [candidate for candidate in smaller if candidate is not None]
-
-
-def _stepped(candidate: Candidate, where: Where, problem: Problem, step: int) -> Candidate:
-    changed = {}
-    for index, device_type in where:
-        groups = candidate.stages[index].groups
-        sizes = [
-            _next(own, problem, step) if device_type in (None, own.device_type) else own.micro_batch for own in groups
-        ]
-        changed[index] = candidate.stages[index].with_sizes(sizes)
-    return candidate.with_stages(changed)
 
 
 def _next(own: ReplicaGroup, problem: Problem, step: int) -> int:
@@ -167,11 +159,9 @@ def _groups(candidate: Candidate, problem: Problem, pairs: list[tuple[int, int]]
         for giver, taker in ((a, b), (b, a)) if problem.constraints.dp is None else ():
             if candidate.stages[giver].replicas > 1:
                 for own in candidate.stages[giver].groups:
-                    moved = _moved(candidate, giver, own, taker)
-                    yield moved
-                    for layers in (1, 2):  # and the layers that it worked on
+                    for layers in (0, 1, 2):  # that it worked on
                         if candidate.stages[giver].layers > layers:
-                            yield _shifted(moved, giver, taker, layers)
+                            yield _moved(candidate, giver, own, taker, layers)
         for one in candidate.stages[a].groups:
             for two in candidate.stages[b].groups:
                 if one[:2] != two[:2]:
@@ -240,15 +230,11 @@ def _less(stage: CandidateStage, one: ReplicaGroup) -> list[ReplicaGroup]:
     return [own._replace(number=own.number - (own == one)) for own in stage.groups]
 
 
-def _moved(candidate: Candidate, giver: int, own: ReplicaGroup, taker: int) -> Candidate:
+def _moved(candidate: Candidate, giver: int, own: ReplicaGroup, taker: int, layers: int) -> Candidate:
+    """A replica of one stage in another, and so many layers with it."""
     stage, target = candidate.stages[giver], candidate.stages[taker]
-    more = target.with_groups([*target.groups, own._replace(number=1)])
-    return candidate.with_stages({giver: stage.with_groups(_less(stage, own)), taker: more})
-
-
-def _shifted(candidate: Candidate, giver: int, taker: int, layers: int) -> Candidate:
-    fewer = replace(candidate.stages[giver], layers=candidate.stages[giver].layers - layers)
-    more = replace(candidate.stages[taker], layers=candidate.stages[taker].layers + layers)
+    fewer = replace(stage.with_groups(_less(stage, own)), layers=stage.layers - layers)
+    more = replace(target.with_groups([*target.groups, own._replace(number=1)]), layers=target.layers + layers)
     return candidate.with_stages({giver: fewer, taker: more})
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.transfers import P2pCosts
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from hethub.predictor.cost.constants import packaged
@@ -147,7 +146,7 @@ def test_a_boundary_tells_the_replica_above_gradients(wide: int) -> None:
     problem = pose(LLAMA_8B, on, Batch(2, 4096, "bf16"))
     type_of = {machine: index for index, each in enumerate(problem.device_types) for machine in each.machines}
     candidate = Candidate(tuple(CandidateStage(16, (ReplicaGroup(type_of[own], len(own), 1, 1),)) for own in ranks))
-    assert P2pCosts(problem, UnitCosts(problem)).of(candidate) == [pytest.approx(costs.boundary(0, 0, 0, 1))]
+    assert UnitCosts(problem).p2p_seconds(candidate) == [pytest.approx(costs.boundary(0, 0, 0, 1))]
 
 
 def test_rings_of_uneven_parts_share_their_cards_by_bytes() -> None:

@@ -6,8 +6,9 @@ so that all fit, evenly where possible; what layers keep is recomputed and offlo
 the published planner are not repeated: communication is priced, and no plan over memory is proposed.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
 from hethub.planner.candidate.materialize import Replica, StageChoice
@@ -121,17 +122,10 @@ def _rooms(problem: Problem, schedule: ScheduleName, stage: StageChoice, state: 
 
 def _state_shares(rooms: Sequence[float]) -> list[float] | None:
     """A fraction for every rank, equal but for those without room; None where all rooms together do not suffice."""
-
-    alike = Counter(rooms)
-
-    def held(most: float) -> float:
-        return sum(count * min(room, most) for room, count in alike.items())
-
-    if min(rooms) < 0.0 or held(1.0) < 1.0:
+    ordered = np.sort(rooms)
+    if ordered[0] < 0.0 or np.minimum(ordered, 1.0).sum() < 1.0:
         return None
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if held(middle) >= 1.0 else (middle, high)
-    shared = held(high)
-    return [min(room, high) / shared for room in rooms]
+    # What those without room leave, divided by all others: the first of these has room for it.
+    levels = (1.0 - np.cumsum(ordered) + ordered) / np.arange(len(ordered), 0, -1)
+    shares = np.minimum(rooms, levels[(levels <= ordered).argmax()])
+    return (shares / shares.sum()).tolist()

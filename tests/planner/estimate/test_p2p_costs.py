@@ -40,7 +40,7 @@ def test_a_microbatch_takes_as_long_between_stages_as_is_predicted(groups: list[
     found = incumbent.consider(candidate)
     assert found is not None
     costs, replicas = PlanCosts(bind(found.plan, TINY, THREE), HETHUB, packaged()), candidate.replica_counts
-    for above, seconds in enumerate(incumbent.costs.p2p_costs.of(candidate)):
+    for above, seconds in enumerate(incumbent.costs.unit_costs.p2p_seconds(candidate)):
         samples = min(groups[above][2], groups[above + 1][2])
         slowest = max(
             costs.boundary(above, a, b, samples) for a in range(replicas[above]) for b in range(replicas[above + 1])
