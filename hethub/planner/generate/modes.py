@@ -6,6 +6,7 @@ modes of a cut form a ladder, climbed for many cuts at once until something fits
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -48,13 +49,17 @@ class _Line(NamedTuple):
     pattern: Pattern
 
     def at(self, rung: Rung) -> Candidate:
-        """The candidate in this mode; equal stages are one object, whose hash is worked out once."""
-        own = self.candidate.stages
-        changed = {
-            stage: replace(stage, recompute=self.recompute, zero=rung.zero, offload=rung.offload) for stage in own
-        }
-        stages = tuple(map(changed.__getitem__, own))
-        return replace(self.candidate, stages=stages, pattern=self.pattern, extra_in_flight=0)
+        """The candidate in this mode."""
+        return replace(_kept(self.candidate, self.recompute, rung), pattern=self.pattern, extra_in_flight=0)
+
+
+@lru_cache(maxsize=8)  # its patterns are asked one after the other, and like stages are most of a candidate's
+def _kept(candidate: Candidate, recompute: Recompute, rung: Rung) -> Candidate:
+    """The candidate with all stages so; equal ones are one object, whose hash is worked out once."""
+    changed = {
+        stage: replace(stage, recompute=recompute, zero=rung.zero, offload=rung.offload) for stage in candidate.stages
+    }
+    return replace(candidate, stages=tuple(map(changed.__getitem__, candidate.stages)))
 
 
 def propose(
