@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from hethub.communicator.counters import Counters
 from hethub.communicator.joining.connection import Failure
 from hethub.communicator.joining.islands import Islands, island_index, restrict
 from hethub.communicator.joining.liveness import run_apart
-from hethub.communicator.joining.rendezvous import Rendezvous
+from hethub.communicator.joining.rendezvous import NEWS_SECONDS, Rendezvous
 from hethub.communicator.joining.watch import Watch
 from hethub.communicator.relays.choice import Carriers, RelayChoice
 from hethub.communicator.relays.gloo import connect_gloo
@@ -34,8 +35,6 @@ from hethub.kernels.reference import TorchKernels
 from hethub.spec.errors import RunFailed
 
 _log = logging.getLogger(__name__)
-
-_NEWS_SECONDS = 2.0
 
 
 @dataclass(kw_only=True)
@@ -116,7 +115,7 @@ class Context:
 
     def explain(self) -> str | None:
         """The world's failure, given a moment to arrive: a closed connection is often felt before its cause is told."""
-        failure = self.watch.liveness.wait_for_failure(_NEWS_SECONDS)
+        failure = self.watch.liveness.wait_for_failure(NEWS_SECONDS)
         return str(failure) if failure is not None else None
 
     def give_up(self, failure: Exception, *, is_known: bool) -> None:
@@ -209,19 +208,19 @@ class Context:
         with self._lock:
             self._nccl_groups.append((nccl, name))
 
-    def bridge(self, name: str, members: Sequence[int], label: str) -> Bridge:
+    def bridge(self, name: str, members: Sequence[int], label: str, timeout_seconds: float) -> Bridge:
         """The bridged collectives of the group `name`; made at its first call, which all members make."""
         if name not in self._bridges:
-            self._bridges[name] = self._make_bridge(name, members, label)
+            self._bridges[name] = self._make_bridge(name, members, label, timeout_seconds)
         return self._bridges[name]
 
-    def _make_bridge(self, name: str, members: Sequence[int], label: str) -> Bridge:
+    def _make_bridge(self, name: str, members: Sequence[int], label: str, timeout_seconds: float) -> Bridge:
         rank = members.index(self.rank)
         tuning = Tuning.over(
             set().union(*(self.relays[member].names for member in members if member != self.rank)),
             has_devices=not self.device_ranks.isdisjoint(members),
         )
-        links = self.links(self._agree_on_number(name, members), members, label)
+        links = self.links(self._agree_on_number(name, members, timeout_seconds), members, label)
         return Bridge(links=links, islands=restrict(self.islands, members), rank=rank, size=len(members), tuning=tuning)
 
     def links(self, number: int, members: Sequence[int], label: str) -> Links:
@@ -230,15 +229,20 @@ class Context:
         near = frozenset(islands[island_index(islands, members.index(self.rank))])
         return Links(relays=self.relays, members=members, number=number, label=label, near=near, counters=self.counters)
 
-    def _agree_on_number(self, name: str, members: Sequence[int]) -> int:
-        """A number no other group of the world has, drawn by the group's first member."""
+    def _agree_on_number(self, name: str, members: Sequence[int], timeout_seconds: float) -> int:
+        """A number no other group of the world has, drawn by the group's first member. Raises RunFailed where that does not
+        come, or a rank has failed or left."""
         store = dist.PrefixStore(self.meeting_place("group-number", name, members), self.rendezvous.store)
         if self.rank == members[0]:
             store.set("number", str(self.rendezvous.store.add("group-numbers", 1)))
-        pause = 0.001
+        look, until, pause = self.watch.liveness.look_for(members), time.monotonic() + timeout_seconds, 0.001
         while not store.check(["number"]):  # in a get, the store would have no answer for others when a rank is gone
-            self.watch.liveness.require_whole(pause)
+            look(pause)
             pause = min(2 * pause, 0.2)
+            if time.monotonic() > until:
+                raise RunFailed(
+                    f"rank {self.rank} has not heard the number of group '{name}' from rank {members[0]} within {timeout_seconds:g} s."
+                )
         number = int(store.get("number"))
         torch_private.delete_when_read(store, ["number"], len(members))
         return number

@@ -15,7 +15,7 @@ from hethub.communicator.bridge.wire import check_wire
 from hethub.communicator.context import Context
 from hethub.communicator.joining.connection import Failure
 from hethub.communicator.joining.islands import Islands, check_islands, islands_by_label
-from hethub.communicator.joining.rendezvous import Rendezvous, exchange_last_words, exchanged
+from hethub.communicator.joining.rendezvous import NEWS_SECONDS, Rendezvous, exchange_last_words, exchanged
 from hethub.communicator.joining.settings import as_told, first_difference
 from hethub.communicator.joining.versions import Software, check_same
 from hethub.communicator.joining.watch import watch_over
@@ -26,8 +26,6 @@ from hethub.communicator.relays.shm_connection import host_identity
 from hethub.kernels.compiled import kernels_for
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput, RunFailed
-
-_NEWS_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +138,7 @@ def connecting(rendezvous: Rendezvous) -> Iterator[None]:
         raise
     except (RuntimeError, OSError) as error:  # of the store, of Gloo, of the system
         # A lost connection is often felt before its cause is told.
-        failure = watch.liveness.wait_for_failure(_NEWS_SECONDS) if watch is not None else None
+        failure = watch.liveness.wait_for_failure(NEWS_SECONDS) if watch is not None else None
         if watch is not None and failure is None:
             watch.tell(f"{type(error).__name__}: {error}")
         raise RunFailed(

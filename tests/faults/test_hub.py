@@ -226,6 +226,33 @@ def test_time_in_which_nobody_had_a_turn_is_nobodys_silence(job, monkeypatch):
     check_alive(job)
 
 
+def test_a_rank_that_falls_silent_behind_a_stall_is_named_as_soon_as_any_other(job, monkeypatch):
+    """What a stalled hub has heard before it is excused was heard in the future: it waited for as long as the stall."""
+    clock, seconds = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + seconds[0])
+    job.hub._silence_seconds = 5.0
+    job.ranks[1]._closed = True  # it beats no more
+    seconds[0] = 1000.0
+    assert "rank 1 has stopped: no sign of life" in str(job.ranks[0].wait_for_failure(20))
+
+
+def test_a_rank_that_had_no_turn_does_not_call_the_hub_silent(job, monkeypatch):
+    """What the hub has said meanwhile may not have come yet."""
+    clock, seconds, connection, looked = time.monotonic, [0.0], job.ranks[1]._connection, threading.Event()
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + seconds[0])
+    quiet = iter([lambda: seconds.__setitem__(0, 1000.0), lambda: None, looked.set])
+
+    def read():
+        next(quiet, lambda: time.sleep(0.1))()
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connection, "read", read)
+        assert looked.wait(20)
+        assert job.ranks[1].failure is None
+    check_alive(job)
+
+
 def test_a_hub_that_leaves_says_so_and_one_that_falls_silent_is_named(job):
     job.ranks[1]._silence_seconds = -1.0
     assert "rank 0 has stopped: no sign of life" in str(job.ranks[1].wait_for_failure(20))

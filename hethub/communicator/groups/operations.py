@@ -64,7 +64,7 @@ class GroupCore(torch_private.GroupBase):
         self._is_default = gloo is context.gloo
         # A group with a shorter timeout than its world gives up by itself; the relays know the world's only.
         self._timeout_seconds = timeout_seconds if timeout_seconds < context.timeout_seconds else None
-        self._bridge = context.bridge(name, members, self._label)
+        self._bridge = context.bridge(name, members, self._label, timeout_seconds)
         self._stager = context.stager()
         self._legs = self._make_legs(name, timeout_seconds)
         self._worker = Worker(f"hethub-{name}", context.device.activate)

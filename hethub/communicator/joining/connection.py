@@ -84,7 +84,8 @@ class Connection:
 
     def excuse(self, seconds: float) -> None:
         """The other side may have spoken for so long while this one, stopped or without a turn, did not listen."""
-        self.since, self.heard = self.since + seconds, self.heard + seconds
+        now = time.monotonic()
+        self.since, self.heard = min(now, self.since + seconds), min(now, self.heard + seconds)
 
     def close(self) -> None:
         self.closed = True

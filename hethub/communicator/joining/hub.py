@@ -48,7 +48,7 @@ class Hub:
         self._silence_seconds = silence_seconds
         self._meeting_seconds = meeting_seconds
         self._place = place
-        self._began = self._last_beat = time.monotonic()
+        self._began = self._looked = time.monotonic()
         self._nonces: dict[Connection, str] = {}  # of those that have proved nothing yet, the oldest first
         self._ranks: dict[int, Connection] = {}
         self._selector = selectors.DefaultSelector()
@@ -87,16 +87,30 @@ class Hub:
         os.close(self._wake)
 
     def _watch(self) -> None:
-        is_closed = False
+        is_closed, last_beat = False, time.monotonic()
         while not is_closed:
             is_closed = self._closed  # what was said before that is heard: it may be why this rank leaves
-            for key, _ in self._selector.select(0 if is_closed else HEARTBEAT_SECONDS / 2):
+            events = self._selector.select(0 if is_closed else HEARTBEAT_SECONDS / 2)
+            self._now()
+            for key, _ in events:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.data is not None and not key.data.closed:
                     self._hear(key.data)
-            if time.monotonic() - self._last_beat >= HEARTBEAT_SECONDS:
+            if time.monotonic() - last_beat >= HEARTBEAT_SECONDS:
+                last_beat = time.monotonic()
                 self._beat()
+
+    def _now(self) -> float:
+        """The time. What has passed since this was asked last is nobody's silence if it is more than a heartbeat, of which
+        looks take half: this process was stopped or without a turn, and did not listen."""
+        now = time.monotonic()
+        if (held_up := now - self._looked) > HEARTBEAT_SECONDS:
+            self._began += held_up
+            for connection in (*self._ranks.values(), *self._nonces):
+                connection.excuse(held_up)
+        self._looked = now
+        return now
 
     def _accept(self) -> None:
         try:
@@ -166,10 +180,7 @@ class Hub:
         connection.close()
 
     def _beat(self) -> None:
-        now = time.monotonic()
-        held_up, self._last_beat = max(0.0, now - self._last_beat - 2 * HEARTBEAT_SECONDS), now
-        for connection in (*self._ranks.values(), *self._nonces):
-            connection.excuse(held_up)
+        now = self._now()
         for stranger in [one for one in self._nonces if now - one.since > HELLO_SECONDS]:
             self._drop(stranger)
         for rank, connection in self._ranks.items():

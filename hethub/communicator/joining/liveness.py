@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 _LOOK_SECONDS = 0.2
 _GIVING_UP_SECONDS = 5.0
+_LEAVING_SECONDS = 5.0  # in which those who met a rank before it left are connected, too
 _MAX_REASON_CHARACTERS = 4_000  # so that a report stays a line that the hub reads
 
 
@@ -61,9 +62,8 @@ class Liveness:
             raise RunFailed(f"rank {self._rank} ends because rank 0 did not say within {seconds:g} s who has come.")
 
     def unless_failed(self, connect: Callable[[], T], members: Collection[int] = ()) -> T:
-        """What `connect` gives. Raises RunFailed as soon as a rank has failed, or one of the `members` is known to have left:
-        a library that connects waits for one that is gone, several times its timeout; it does so in a thread that is left
-        to itself then."""
+        """What `connect` gives. Raises RunFailed as `look_for` does: a library that connects waits for a rank that is gone,
+        several times its timeout; it does so in a thread that is left to itself then."""
         made: futures.Future[T] = futures.Future()
 
         def run() -> None:
@@ -73,21 +73,32 @@ class Liveness:
                 made.set_exception(error)
 
         threading.Thread(target=run, name="hethub-connect", daemon=True).start()
-        asked, gone_since = time.monotonic(), None
+        look = self.look_for(members)
         while not futures.wait([made], _LOOK_SECONDS).done:
-            self.require_whole()
+            look(0.0)
+        return made.result()
+
+    def look_for(self, members: Collection[int]) -> Callable[[float], None]:
+        """For whoever waits for these ranks to make a group: called again and again, with the seconds that it may take, it
+        raises RunFailed as soon as a rank has failed, or some seconds after one of the members has left."""
+        asked, gone_since = time.monotonic(), None
+
+        def look(seconds: float) -> None:
+            nonlocal asked, gone_since
+            self.require_whole(seconds)
             now, gone = time.monotonic(), self._left.intersection(members)
             gone_since = gone_since or now if gone else None
             # A member may have left as soon as all had come and it was connected: then the others are about to be, too.
-            if gone_since is not None and now - gone_since > _GIVING_UP_SECONDS:
+            if gone_since is not None and now - gone_since > _LEAVING_SECONDS:
                 raise RunFailed(
-                    f"rank {self._rank} cannot make a group with rank {show_ranks(sorted(gone))}: it has destroyed its default process"
-                    " group, or its program has ended."
+                    f"rank {self._rank} cannot make a group with rank {show_ranks(sorted(gone))}: it has destroyed its"
+                    " default process group, or its program has ended."
                 )
             if members and now - asked > HEARTBEAT_SECONDS:
                 asked = now
                 self._connection.send(type="who left")
-        return made.result()
+
+        return look
 
     def require_whole(self, seconds: float = 0.0) -> None:
         """Raises RunFailed where a rank has failed, or this one hears of it within so many seconds."""
@@ -127,7 +138,7 @@ class Liveness:
         self._connection.close()
 
     def _run(self) -> None:
-        last_beat = time.monotonic() - HEARTBEAT_SECONDS
+        last_beat, looked = 0.0, time.monotonic()
         messages: list[dict[str, Any]] | None = self._early
         while not self._closed:
             if messages is None:
@@ -137,13 +148,15 @@ class Liveness:
             for message in messages:
                 self._hear(message)
             now = time.monotonic()
-            if now - last_beat >= HEARTBEAT_SECONDS:
-                self._connection.excuse(max(0.0, now - last_beat - 2 * HEARTBEAT_SECONDS))
-                last_beat = now
-                self._connection.send(type="alive")
+            if now - looked > 2 * HEARTBEAT_SECONDS:  # a read takes one at most: this process did not listen
+                self._connection.excuse(now - looked)
+            looked = now
             silent = now - self._connection.heard
             if silent > self._silence_seconds:
                 self._learn(Failure(rank=0, reason=self._silence(silent)))
+            if now - last_beat >= HEARTBEAT_SECONDS:
+                last_beat = now
+                self._connection.send(type="alive")
             messages = self._connection.read()
 
     def _silence(self, seconds: float) -> str:

@@ -107,7 +107,7 @@ def reaching(rank: int, liveness: Liveness | None = None) -> Iterator[None]:
     except RuntimeError as error:
         if liveness is not None:
             liveness.require_whole(NEWS_SECONDS)
-        raise RunFailed(f"rank {rank} could not meet the other ranks: {_reason(error)}") from None
+        raise RunFailed(f"rank {rank} could not meet the other ranks: {_reason(error)}") from error
 
 
 def unheard(store: dist.Store, places: Sequence[str], error: Exception) -> tuple[int, str]:
@@ -120,7 +120,10 @@ def unheard(store: dist.Store, places: Sequence[str], error: Exception) -> tuple
 
 
 def _reason(error: Exception) -> str:
-    return str(error).splitlines()[0].partition(", keys: ")[0]
+    text = str(error) or type(error).__name__
+    if isinstance(error, dist.DistError):
+        text = text.splitlines()[0]  # behind it comes torch's own stack
+    return text.partition(", keys: ")[0]
 
 
 def _leave(store: dist.Store, size: int) -> None:

@@ -37,6 +37,26 @@ def test_a_rank_that_is_missing_when_a_group_is_made_is_no_raw_error_of_the_stor
     assert "keys" not in outcomes[2].value
 
 
+def make_a_group_whose_number_nobody_tells(rank, store):
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    if rank == 1:
+        Context._agree_on_number = lambda *_: store.get("said")
+    if rank:
+        with pytest.raises(RunFailed if rank == 2 else ValueError) as raised:
+            dist.new_group([1, 2], timeout=timedelta(seconds=3))
+        store.set("said", "no number")
+        return str(raised.value)
+    return None
+
+
+def test_a_groups_number_is_waited_for_as_long_as_its_timeout_says():
+    outcomes = start_ranks(
+        3, make_a_group_whose_number_nobody_tells, timeout_seconds=60, environment={"HETHUB_ISLANDS": "0|1|2"}
+    )
+    assert "has not heard the number of group" in outcomes[2].value, outcomes[2].traceback
+    assert outcomes[2].value.endswith("from rank 1 within 3 s.")
+
+
 def make_a_group_with_one_that_left(rank, store):
     dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
     if rank == 1:
