@@ -127,5 +127,7 @@ def _state_shares(rooms: Sequence[float]) -> list[float] | None:
         return None
     # What those without room leave, divided by all others: the first of these has room for it.
     levels = (1.0 - np.cumsum(ordered) + ordered) / np.arange(len(ordered), 0, -1)
-    shares = np.minimum(rooms, levels[(levels <= ordered).argmax()])
+    suffices = levels <= ordered
+    suffices[-1] = True  # where the rooms make one exactly, rounding may deny it
+    shares = np.minimum(rooms, levels[suffices.argmax()])
     return (shares / shares.sum()).tolist()

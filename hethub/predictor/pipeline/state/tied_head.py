@@ -32,11 +32,11 @@ class TiedHead:
         owned = layout.stages[0].every_state_share
         return self.network.group(ranks, None if both_ends_step(layout) else {r: owned.get(r, 0.0) for r in ranks})
 
-    def beside(self, seconds: float, passing: float, num_bytes: float) -> float:
+    def beside(self, seconds: float, passing: float, sent_bytes: float) -> float:
         """Seconds of a stage's collectives, `passing` of them for their bytes alone, with those of the head, of so many bytes
         a parameter: its group is its own, and waits for the bytes of the others, and they for its, but not for latencies."""
-        tied = num_bytes / self.wire_bytes * (self.seconds - self._latency)
-        return max(seconds + tied, (num_bytes > 0) * self._latency + tied + min(seconds, passing))
+        tied = sent_bytes / self.wire_bytes * (self.seconds - self._latency)
+        return max(seconds + tied, (sent_bytes > 0) * self._latency + tied + min(seconds, passing))
 
     @cached_property
     def seconds(self) -> float:
