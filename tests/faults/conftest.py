@@ -1,0 +1,10 @@
+import pytest
+
+from tests.support.hub_job import Job
+
+
+@pytest.fixture
+def job():
+    made = Job()
+    yield made
+    made.close()
