@@ -1,6 +1,6 @@
 import pytest
 
-from tests.support.hub_job import Job
+from tests.faults.hub_job import Job
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from hethub.communicator.joining.connection import Connection, proof
 from hethub.communicator.joining.hub import Hub
 from hethub.communicator.joining.liveness import Liveness
 from hethub.spec.errors import RunFailed
+from tests.faults.hub_job import TOKEN, check_alive
 from tests.support.command import ranks
-from tests.support.hub_job import TOKEN, check_alive
 from tests.support.job_files import write_job
 
 NUM_LINES = 10_000

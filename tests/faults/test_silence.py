@@ -3,7 +3,7 @@
 import threading
 import time
 
-from tests.support.hub_job import check_alive
+from tests.faults.hub_job import check_alive
 
 
 def test_a_hub_and_its_ranks_hear_each_other_without_news(job):
