@@ -105,6 +105,7 @@ def test_no_crafted_line_takes_the_place_of_a_rank_that_has_not_come():
     ]
     for rank in both:
         rank.wait_for_all(20)
+    for rank in both:  # behind all: one that goes without a goodbye is a failure of the others
         rank.close()
     hub.close()
 
