@@ -55,6 +55,7 @@ class Hub:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._failure: Failure | None = None
         self._closed = False
+        self._ending = threading.RLock()  # of two that end it none writes to what the other has closed
         self._wake = os.eventfd(0)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="hethub-liveness-hub", daemon=True)
@@ -66,9 +67,10 @@ class Hub:
 
     def close(self) -> None:
         """Returns when all ranks have been told goodbye: this process may end right after."""
-        if not self._closed:
-            os.eventfd_write(self._wake, 1)  # first: the thread closes it as soon as it sees the flag
-            self._closed = True
+        with self._ending:
+            if not self._closed:
+                self._closed = True
+                os.eventfd_write(self._wake, 1)
         if threading.current_thread() is not self._thread:  # a garbage collection in that thread may call this
             self._thread.join()
 
@@ -81,10 +83,11 @@ class Hub:
         for connection in (*self._ranks.values(), *self._nonces):
             connection.send(type="goodbye")
             connection.close()
-        self._closed = True
         self._listener.close()
         self._selector.close()
-        os.close(self._wake)
+        with self._ending:
+            self._closed = True
+            os.close(self._wake)
 
     def _watch(self) -> None:
         is_closed, last_beat = False, time.monotonic()
