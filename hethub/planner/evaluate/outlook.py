@@ -131,8 +131,8 @@ class Outlooks:
 
 
 def _seconds(wirings: Wirings, costs: PlanCosts, scenario: Scenario) -> float:
-    costs.set_figures(*scenario)
-    return step_times(costs.layout, costs, wirings=wirings).seconds
+    anew = costs.with_figures(*scenario)
+    return step_times(anew.layout, anew, wirings=wirings).seconds
 
 
 def _quantiles(name: str) -> list[float]:

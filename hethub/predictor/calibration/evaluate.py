@@ -52,5 +52,5 @@ class Repricer:
             self.ratio = whole / step_times(chosen, self.costs).seconds
 
     def seconds(self, constants: Constants) -> float:
-        self.costs.set_constants(constants)
-        return self.ratio * step_times(self.costs.layout, self.costs).seconds
+        costs = PlanCosts(self.costs.layout, self.costs.software, constants, like=self.costs)
+        return self.ratio * step_times(costs.layout, costs).seconds

@@ -1,6 +1,5 @@
 """What each part of a bound plan costs: microbatches, boundaries and the optimizer, from layer and link costs."""
 
-import copy
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 
@@ -28,35 +27,33 @@ class PlanCosts:
     """Costs of a layout under one software stack. Equal replicas are computed once."""
 
     def __init__(
-        self, layout: Layout, software: Software, constants: Constants, profile: ProfileSpec | None = None
+        self,
+        layout: Layout,
+        software: Software,
+        constants: Constants,
+        profile: ProfileSpec | None = None,
+        *,
+        network: Network | None = None,
+        like: "PlanCosts | None" = None,
     ) -> None:
-        self.layout, self.software, self.profile = layout, software, profile
-        self.plan, self.model = layout.plan, layout.model
+        """`network` is by default that of the layout's cluster. `like` are costs of the same plan with other figures of
+        cluster, constants or profile: what does not depend on figures is shared with them."""
+        self.layout, self.software, self.constants, self.profile = layout, software, constants, profile
+        self.plan, self.model, self._like = layout.plan, layout.model, like
         self.width = element_bytes(software.math_precision(self.plan.precision))
-        self.messages = Messages(software, self._activation_bytes(1))
-        self.set_constants(constants)
-
-    def set_constants(self, constants: Constants, links_of: ClusterSpec | None = None) -> None:
-        """Prices anew, messages by the links of `links_of` if given; what the layout alone says is kept, for fits ask often."""
-        self.constants = constants
-        self.network = Network(links_of or self.layout.cluster, constants, self.profile)
-        self.state = StateCosts(self.layout, self.software, self.network, self._shortest)
-        self.messages.set_figures(self.layout, self.network)
+        self.network = network or Network(layout.cluster, constants, profile)
+        self.state = StateCosts(layout, software, self.network, self._shortest)
+        self.messages = Messages(layout, self.network, software, self._activation_bytes(1), like and like.messages)
         self._layer_costs: dict[str, LayerCost] = {}
         self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._optimizers: dict[tuple[object, ...], float] = {}
         self._beside_rings: dict[int, float] = {}  # seconds of a message's byte, by stage
         self._paces: dict[Pair, tuple[Paces, Paces]] = {}
         self._sent: dict[tuple[int, int, int], tuple[int, float]] = {}  # by sender
-        for name in ("loads", "is_paced", "chains", "chains_apart"):
-            self.__dict__.pop(name, None)
 
-    def set_figures(self, cluster: ClusterSpec, constants: Constants, profile: ProfileSpec | None) -> None:
-        """Prices everything anew where cluster and profile have other figures (the planner asks seventeen times a plan)."""
-        self.profile = profile
-        self.layout = copy.copy(self.layout)  # how samples are dealt does not depend on figures
-        object.__setattr__(self.layout, "cluster", cluster)
-        self.set_constants(constants)
+    def with_figures(self, cluster: ClusterSpec, constants: Constants, profile: ProfileSpec | None) -> "PlanCosts":
+        """The same where cluster, constants and profile have other figures (the planner asks seventeen times a plan)."""
+        return PlanCosts(self.layout.on(cluster), self.software, constants, profile, like=self)
 
     def layer_cost(self, rank: int) -> LayerCost:
         """The layer costs of a rank's accelerator."""
@@ -75,6 +72,8 @@ class PlanCosts:
     @memoized
     def replica_key(self, stage: int, replica: int) -> tuple[object, ...]:
         """What a replica's costs depend on: those with equal keys cost the same."""
+        if self._like is not None:
+            return self._like.replica_key(stage, replica)
         spec = self.layout.replica(stage, replica)
         places = [self.layout.cluster.places[rank] for rank in spec.ranks]
         names, machines = [place.node.device.name for place in places], [place.machine for place in places]
@@ -278,7 +277,9 @@ class PlanCosts:
 
     @cached_property
     def routes(self) -> Routes:
-        """Which ways the plan's messages take. Kept with other figures, on which these do not depend."""
+        """Which ways the plan's messages take, whatever the figures."""
+        if self._like is not None:
+            return self._like.routes
         return Routes(self.layout, self.network, self._activation_bytes(1), self.software)
 
     @cached_property

@@ -1,5 +1,6 @@
 """A plan bound to its model and cluster: everything a rank or a simulator derives from it, checked as a whole."""
 
+import copy
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,6 +65,12 @@ class Layout:
     plan: PlanSpec
     model: ModelSpec
     cluster: ClusterSpec
+
+    def on(self, cluster: ClusterSpec) -> "Layout":
+        """The same on a cluster with other figures. How samples are dealt does not depend on them, and is not found anew."""
+        layout = copy.copy(self)
+        object.__setattr__(layout, "cluster", cluster)
+        return layout
 
     @cached_property
     def stages(self) -> tuple[StageSpec, ...]:

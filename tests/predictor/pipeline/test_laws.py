@@ -143,8 +143,8 @@ def test_a_plan_priced_anew_costs_what_the_figures_alone_say(drawn: Draw) -> Non
     step_times(drawn.layout, costs, wirings=wirings)
     for factor in (0.1, 3.0):
         other = drawn.on(faster(drawn.description, factor, lambda *_: drawn.random.random() < 0.5))
-        costs.set_figures(other.cluster, packaged(), None)
-        assert step_times(costs.layout, costs, wirings=wirings).seconds == pytest.approx(seconds(other), rel=1e-12)
+        anew = costs.with_figures(other.cluster, packaged(), None)
+        assert step_times(anew.layout, anew, wirings=wirings).seconds == pytest.approx(seconds(other), rel=1e-12)
 
 
 def check_links(layout: Layout, step: float) -> None:

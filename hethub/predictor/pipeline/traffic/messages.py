@@ -11,17 +11,16 @@ from hethub.spec.layout.bind import Layout
 
 
 class Messages:
-    """Seconds of a layout's messages between stages, each by itself. Who shares a way is kept with other figures, on which
-    it does not depend."""
+    """Seconds of a layout's messages between stages, each by itself."""
 
-    def __init__(self, software: Software, sample_bytes: float) -> None:
-        """`sample_bytes` are those of one sample's hidden states on a rank."""
-        self.software, self.sample_bytes = software, sample_bytes
+    def __init__(
+        self, layout: Layout, network: Network, software: Software, sample_bytes: float, like: "Messages | None" = None
+    ) -> None:
+        """`sample_bytes` are those of one sample's hidden states on a rank. `like` are the same messages where links have other
+        figures, on which it does not depend who shares a way."""
+        self.layout, self.network, self.software, self.sample_bytes = layout, network, software, sample_bytes
+        self._like = like
         self._sharing: dict[tuple[int, int, int], tuple[tuple[str, int], ...]] = {}
-
-    def set_figures(self, layout: Layout, network: Network) -> None:
-        """From here on the layout's cluster has these figures."""
-        self.layout, self.network = layout, network
         self._ways: dict[tuple[object, ...], Link] = {}
 
     def seconds(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
@@ -55,6 +54,8 @@ class Messages:
     def key(self, stage: int, source: int, below: int, target: int) -> tuple[object, ...]:
         """What the seconds between two replicas depend on, beside bytes: where their leaders are, and how many of their
         stages leave and enter there at a time."""
+        if self._like is not None:
+            return self._like.key(stage, source, below, target)
         places = self.layout.cluster.places
         a = places[self.layout.replica(stage, source).ranks[0]]
         b = places[self.layout.replica(below, target).ranks[0]]
@@ -81,6 +82,8 @@ class Messages:
         """By kind of resource, how many replicas of the stage share what `place` has of it on their way from or to the
         `other` stage: all there, but where the stages have equally many no more than can have their partner
         elsewhere."""
+        if self._like is not None:
+            return self._like._at_once(stage, other, place)
         found = self._sharing.get((stage, other, place.machine))
         if found is None:
             own, partners = self._leaders(stage), self._leaders(other)
