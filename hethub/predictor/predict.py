@@ -11,7 +11,7 @@ from hethub.predictor.cost.operators import model_flops
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.resources import OF_RANKS, Resource
 from hethub.predictor.cost.software import HETHUB, Software
-from hethub.predictor.memory.ranks import RankMemory, all_fit, rank_memory
+from hethub.predictor.memory.ranks import AssumedHost, RankMemory, all_fit, assumed_hosts, rank_memory
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import StepTimes, step_times
 from hethub.predictor.pipeline.timeline import Span, timeline
@@ -46,6 +46,7 @@ class Prediction:
     percent_of_makers_alone: float | None = None
     timeline: tuple[Span, ...] | None = None
     staging: Staging | None = None  # where bytes cross between islands, and it was asked for
+    assumed_hosts: tuple[AssumedHost, ...] = ()  # where state is offloaded, and the cluster does not say to how much
 
     def beside_makers_alone(self, tokens_per_second: float | None) -> "Prediction":
         """The same beside what the makers reach alone, where that is known."""
@@ -59,6 +60,7 @@ class Prediction:
         data["step_seconds_interval"] = list(self.step_seconds_interval)
         data["memory"] = [entry._asdict() for entry in self.memory]
         data["staging"] = self.staging and self.staging._asdict()
+        data["assumed_hosts"] = [host._asdict() for host in self.assumed_hosts]
         for name, old in OLD_NAMES.items():
             data[old] = data[name]
         return data
@@ -110,6 +112,7 @@ def predict(
         percent_of_ceiling=100.0 * tokens_per_second / ceiling,
         extrapolated=extrapolated,
         timeline=timeline(layout, times) if with_timeline else None,
+        assumed_hosts=assumed_hosts(layout, used),
     )
 
 

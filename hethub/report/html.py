@@ -143,6 +143,7 @@ def _summary(layout: Layout, prediction: Prediction, measured: Measured | None, 
         f"global batch {plan.global_batch} × {plan.seq_len} tokens, {plan.precision}, schedule {plan.schedule}."
     )
     notes = [prediction.bottleneck, *([prediction.staging.sentence()] if prediction.staging else [])]
+    notes += [host.sentence() for host in prediction.assumed_hosts]
     notes += [f"{assumed_sentence(assumed)}."] if assumed else []
     return f"<p>{escape(what)}</p>{html_table(head, rows)}{''.join(f'<p>{escape(note)}</p>' for note in notes)}"
 

@@ -165,6 +165,8 @@ def print_prediction(
         console.print(f"{assumed_sentence(assumed)}; `hethub profile` measures it")
     if prediction.staging is not None:
         console.print(prediction.staging.sentence())
+    for host in prediction.assumed_hosts:
+        console.print(host.sentence())
     if prediction.extrapolated:
         console.print("the profile was asked beyond the sizes it measured: there the nearest ratio counts")
     console.print(memory_table(prediction))

@@ -47,7 +47,9 @@ class NodeSpec(Spec):
     accelerators: int = Field(ge=1)  # of one machine; each is a rank (an MI250X has two)
     # Emulates an island: the ranks are of this vendor whatever drives them (two "vendors" on one laptop's CPU).
     vendor: Vendor | None = None
-    host_memory_gb: Figure | None = None  # that offloaded state may use
+    # Of one machine, for what is offloaded and copies that checkpoints are written from; null: a guess, as much as its
+    # accelerators have.
+    host_memory_gb: Figure | None = None
     reserved_memory_gb: Annotated[float, Field(ge=0, le=1e9)] = 0.0  # of each accelerator, used by other programs
     nics: int = Field(default=1, ge=1, le=10_000)  # network interfaces of a machine
     # Gbit/s of one interface, each direction; needed where a plan sends between machines.
@@ -94,6 +96,13 @@ class NodeSpec(Spec):
     def usable_memory_bytes(self) -> int:
         """Of each accelerator, what others do not keep from us."""
         return self.device.memory_bytes - int(self.reserved_memory_gb * 2**30)
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """Of one machine; where the file does not say, as much as its accelerators have: few machines have less."""
+        if self.host_memory_gb is None:
+            return self.accelerators * self.device.memory_bytes
+        return int(self.host_memory_gb * 2**30)
 
     @property
     def gbps(self) -> float | None:

@@ -88,6 +88,11 @@ class Pattern(NamedTuple):
         """Whether all microbatches are held at once."""
         return SCHEDULES[self.schedule].holds_all
 
+    @property
+    def defers_wgrad(self) -> bool:
+        """Whether gradients of weights wait until their pipeline has nothing else to do."""
+        return SCHEDULES[self.schedule].defers_wgrad
+
 
 PLAIN = Pattern("1f1b")
 
@@ -142,8 +147,8 @@ class Candidate:
     @property
     def is_executable(self) -> bool:
         """Whether the stages can do what the schedule asks of them: layers for all chunks, and something to put off."""
-        schedule, chunks = self.pattern
-        if schedule == "zero_bubble" and any(stage.recompute == "full" for stage in self.stages):
+        chunks = self.pattern.chunks
+        if self.pattern.defers_wgrad and any(stage.recompute == "full" for stage in self.stages):
             return False
         return chunks == 1 or all(stage.layers >= chunks for stage in self.stages)
 

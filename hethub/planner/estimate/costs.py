@@ -22,7 +22,7 @@ from hethub.predictor.cost.software import HETHUB, element_bytes, gradient_bytes
 from hethub.predictor.memory.parameters import RankParameters, rank_widths
 from hethub.predictor.memory.surroundings import communicator_bytes
 from hethub.spec.model import ModelSpec
-from hethub.spec.plan import Recompute
+from hethub.spec.plan import SCHEDULES, Recompute
 
 Groups = tuple[ReplicaGroup, ...]  # of a stage
 
@@ -82,7 +82,7 @@ class UnitCosts:
         """What a layer's two sums add to its backward, as the predictor has it; where zero_bubble is searched beside
         1F1B, as 1F1B has it."""
         problem = self.problem
-        apart = problem.schedule == "zero_bubble" or problem.cluster.emulated or self._on_cpu[device_type]
+        apart = SCHEDULES[problem.schedule].defers_wgrad or problem.cluster.emulated or self._on_cpu[device_type]
         if not once or apart or not problem.software.sums_beside_weights:
             return 2 * once
         cost = self.network.fit["overlap_cost"]

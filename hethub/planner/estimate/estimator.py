@@ -127,7 +127,7 @@ class Estimator:
         p2p_seconds = p2p_seconds.reshape(len(candidates), -1)
         blank = np.arange(depth) < first[:, None]
         stages = self._stages(table, blank)
-        filled = np.array([candidate.pattern.schedule == "zero_bubble" for candidate in candidates])
+        filled = np.array([candidate.pattern.defers_wgrad for candidate in candidates])
         trips = in_flight.round_trips(stages.microbatch, stages.microstep, p2p_seconds)
         return _SideBySide(candidates, table, first, blank, stages, p2p_seconds, trips, filled)
 

@@ -71,7 +71,7 @@ class MemoryModel:
             others: tuple[Offload, ...] = tuple(part for part in mode.offload if part != "optimizer")
             plain = self.coefficients(on_cpu, tp, micro_batch, mode._replace(offload=others))
             return self._without_optimizer(plain, tp, mode.zero)
-        if mode.pattern.schedule == "zero_bubble":  # which keeps as much as without, but for what is put off
+        if mode.pattern.defers_wgrad:  # which keeps as much as without, but for what is put off
             plain = self.coefficients(on_cpu, tp, micro_batch, mode._replace(pattern=PLAIN))
             if "activations" in mode.offload:  # what is put off waits in host memory
                 return plain

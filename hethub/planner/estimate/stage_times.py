@@ -51,10 +51,7 @@ class StageTimes:
             ]
             for directions in (1, 2)
         )
-        host_bytes = [  # for a rank
-            _BOUNDLESS if node.host_memory_gb is None else node.host_memory_gb * 2**30 / node.accelerators
-            for node in nodes
-        ]
+        host_bytes = [node.host_memory_bytes / node.accelerators for node in nodes]  # for a rank
         # By device type, and last what nobody has, whose device type is -1.
         self._capacity = np.array([*map(problem.capacity, range(len(devices))), _BOUNDLESS])  # bytes of a rank
         self._host_one_way = np.append(self.host_seconds, 0.0)  # seconds of a byte
@@ -287,7 +284,7 @@ class StageTimes:
         """[stage]: seconds of a layer's backward that the microbatch above does not wait for."""
         found = [
             min([self.costs.deferred_wgrad(*own[:3]) for own in placed.stage.groups])
-            if placed.pattern.schedule == "zero_bubble"
+            if placed.pattern.defers_wgrad
             else 0.0
             for placed in stages
         ]

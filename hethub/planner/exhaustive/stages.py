@@ -18,7 +18,7 @@ from hethub.predictor.cost.constants import packaged
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.state.costs import Reduction
 from hethub.spec.layout.bind import Layout
-from hethub.spec.plan import Recompute, ScheduleName
+from hethub.spec.plan import SCHEDULES, Recompute, ScheduleName
 from hethub.spec.schedule.microbatches import deal_sizes
 
 Units = tuple[Unit, ...]  # the replicas of a stage
@@ -105,7 +105,7 @@ def levels(problem: Problem, units: Units) -> tuple[int, ...]:
 
 def recomputes_under(schedule: ScheduleName, problem: Problem) -> list[Recompute]:
     """Weights' gradients cannot be put off where what layers computed is thrown away."""
-    return [mode for mode in problem.recomputes if mode != "full" or schedule != "zero_bubble"]
+    return [mode for mode in problem.recomputes if mode != "full" or not SCHEDULES[schedule].defers_wgrad]
 
 
 def count_options(problem: Problem, units: Units) -> float:

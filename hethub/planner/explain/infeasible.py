@@ -16,6 +16,7 @@ from hethub.planner.search.auto import thriftiest
 from hethub.planner.search.left_out import fewer_device_types
 from hethub.predictor.memory.ranks import overfull_hosts
 from hethub.spec.job import ConstraintsSpec
+from hethub.spec.plan import SCHEDULES
 
 TRIED = 12  # cuts of a changed question that are evaluated
 
@@ -45,7 +46,7 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
     reserve = problem.constraints.reserve
     devices = _listed((entry.accelerator, entry.bytes - int(entry.limit * (1 - reserve))) for entry in closest.memory)
     hosts = _listed(
-        (f"x node '{node.name}'", held - int(2**30 * (node.host_memory_gb or 0)))
+        (f"x node '{node.name}'", held - node.host_memory_bytes)
         for node, held in overfull_hosts(problem.cluster, closest.memory)
     )
     exceeded = [f"the memory (of which {reserve:.0%} stay free) of {devices}"] if devices else []
@@ -81,7 +82,7 @@ def _needs(problem: Problem) -> str:
     """What every plan of such a question has."""
     given, makers = problem.constraints, {each.island for each in problem.device_types}
     needs = "every accelerator needs a layer and a sample"
-    if given.schedule in ("interleaved", "ministages"):
+    if given.schedule and SCHEDULES[given.schedule].takes_chunks:
         needs = "every stage needs two layers or more, a chunk each, and every accelerator a sample"
     if given.zero == 0 and len(makers) > 1:
         needs += ", and with zero: 0 all replicas of a stage lie on one maker's island (with zero: 1 they need not)"
@@ -155,17 +156,16 @@ def _shorter(problem: Problem) -> Iterator[Change]:
 
 
 def _more_host_memory(problem: Problem) -> Iterator[Change]:
-    """Twice, four times, … the host memory of all nodes that say theirs, where 64 times as much would do."""
-    said = [node.name for node in problem.cluster.nodes if node.host_memory_gb is not None]
+    """Twice, four times, … the host memory of all nodes, where 64 times as much would do."""
 
     def larger(times: int) -> Change:
         nodes = [
-            node.unchecked(host_memory_gb=times * (node.host_memory_gb or 0) or None) for node in problem.cluster.nodes
+            node.unchecked(host_memory_gb=times * node.host_memory_bytes / 2**30) for node in problem.cluster.nodes
         ]
-        words = ", ".join(f"{node.host_memory_gb:g} of node '{node.name}'" for node in nodes if node.name in said)
+        words = ", ".join(f"{node.host_memory_gb:g} of node '{node.name}'" for node in nodes)
         return Change(f"host_memory_gb {words}", problem.on(problem.cluster.unchecked(nodes=tuple(nodes))))
 
-    if said and _fits(larger(64)):
+    if _fits(larger(64)):
         yield from map(larger, (2, 4, 8, 16, 32, 64))
 
 

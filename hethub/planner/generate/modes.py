@@ -73,7 +73,7 @@ def propose(
         for candidate in cuts
         for recompute in problem.recomputes
         for pattern in patterns(problem, candidate)
-        if not (pattern.schedule == "zero_bubble" and recompute == "full")
+        if not (pattern.defers_wgrad and recompute == "full")
     ]
     shortest, ladder = limit_seconds, rungs(problem)
     reached: dict[_Line, list[Rung]] = {line: [] for line in lines}

@@ -10,6 +10,7 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, suggest
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.model import ModelSpec
+from hethub.spec.plan import SCHEDULES
 
 
 def pose(
@@ -123,9 +124,10 @@ def _of_batches(problem: Problem) -> Iterator[Contradiction]:
 def _of_modes(problem: Problem) -> Iterator[Contradiction]:
     """Schedule and recompute."""
     given = problem.constraints
-    if given.schedule == "zero_bubble" and given.recompute == "full":
-        yield ("schedule: zero_bubble", "recompute: full, which leaves no weights' gradients to put off")
-    if given.schedule in ("interleaved", "ministages") and problem.model.layers < 2 * (given.pp or 1):
+    schedule = SCHEDULES[given.schedule or "1f1b"]
+    if schedule.defers_wgrad and given.recompute == "full":
+        yield (f"schedule: {given.schedule}", "recompute: full, which leaves no weights' gradients to put off")
+    if schedule.takes_chunks and problem.model.layers < 2 * (given.pp or 1):
         stages = f" with pp: {given.pp}" if given.pp else ""
         yield (
             f"schedule: {given.schedule}{stages} (two chunks of layers or more in every stage)",

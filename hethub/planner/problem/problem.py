@@ -16,7 +16,7 @@ from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Offload, PlanSpec, Recompute, ScheduleName, StageSpec
 
 # The part of the plan space that the runtime executes and is searched: the planner returns nothing beyond it.
-SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "zero_bubble", "interleaved", "layered", "ministages", "gpipe")
+SEARCHED_SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "zero_bubble", "interleaved", "layered", "ministages", "gpipe")
 ZEROS = (0, 1, 2, 3)
 # Selective recompute is executable, but costs time and saves nothing where attention is fused, as in our runtime.
 RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
@@ -174,7 +174,7 @@ class Problem:
     def schedules(self) -> tuple[ScheduleName, ...]:
         """Those that an answer may have."""
         chosen = self.constraints.schedule
-        return (chosen,) if chosen else SCHEDULES
+        return (chosen,) if chosen else SEARCHED_SCHEDULES
 
     @property
     def other_schedules(self) -> tuple[ScheduleName, ...]:

@@ -107,23 +107,55 @@ def check_memory(layout: Layout, reserve: float = 0.06) -> None:
 
 
 def _check_hosts(layout: Layout, used: Sequence[RankMemory]) -> None:
-    """Raises BadInput where the ranks of a machine hold more in host memory than it has, if that is known."""
+    """Raises BadInput where the ranks of a machine hold more in host memory than it has."""
     for node, held in overfull_hosts(layout.cluster, used):
+        has = "has" if node.host_memory_gb is not None else "is assumed to have, as its accelerators do,"
         raise BadInput(
             f"node '{node.name}': its ranks would hold {held / 2**30:.2f} GiB in host memory (what is offloaded, and the copy "
-            f"that a checkpoint is written from), of which it has {node.host_memory_gb:g} GiB; offload less on its stages, "
-            "or give host_memory_gb as it is."
+            f"that a checkpoint is written from), of which it {has} {node.host_memory_bytes / 2**30:g} GiB; offload less on its "
+            "stages, or give host_memory_gb as it is."
         )
 
 
 def overfull_hosts(cluster: ClusterSpec, used: Sequence[RankMemory]) -> list[tuple[NodeSpec, int]]:
-    """Of each machine that holds more than its host memory, if that is known, its node and the bytes held."""
+    """Of each machine that holds more than its host memory, its node and the bytes held."""
+    return [(node, held) for node, held in _held_by_hosts(cluster, used) if held > node.host_memory_bytes]
+
+
+def _held_by_hosts(cluster: ClusterSpec, used: Sequence[RankMemory]) -> list[tuple[NodeSpec, int]]:
+    """Of each machine its node, and the bytes that its ranks hold in host memory."""
     held: Counter[int] = Counter()
     for entry in used:
         held[cluster.places[entry.rank].machine] += entry.host_bytes
     nodes = {place.machine: place.node for place in cluster.places}
-    each = [(nodes[machine], own) for machine, own in held.items()]
-    return [(node, own) for node, own in each if node.host_memory_gb is not None and own > node.host_memory_gb * 2**30]
+    return [(nodes[machine], own) for machine, own in held.items()]
+
+
+class AssumedHost(NamedTuple):
+    """A node whose host memory the cluster file does not give, though state is offloaded there: the most that one machine of
+    it holds, and what is assumed to be there."""
+
+    node: str
+    bytes: int
+    assumed_bytes: int
+
+    def sentence(self) -> str:
+        return (
+            f"The plan holds up to {self.bytes / 2**30:,.0f} GiB in the host memory of a machine of node '{self.node}', of which "
+            f"{self.assumed_bytes / 2**30:,.0f} GiB are assumed (a guess: as much as its accelerators have; host_memory_gb of the "
+            "cluster file says it)."
+        )
+
+
+def assumed_hosts(layout: Layout, used: Sequence[RankMemory]) -> tuple[AssumedHost, ...]:
+    """Where a plan's answer rests on a guess of host memory."""
+    offloading = {layout.cluster.places[r].node.name for own in layout.stages if own.offload for r in own.ranks}
+    most: dict[str, AssumedHost] = {}
+    for node, held in _held_by_hosts(layout.cluster, used) if offloading else ():
+        if node.name in offloading and node.host_memory_gb is None:
+            before = most.get(node.name, (node.name, 0, 0))[1]
+            most[node.name] = AssumedHost(node.name, max(before, held), node.host_memory_bytes)
+    return tuple(most.values())
 
 
 def all_fit(layout: Layout, used: Sequence[RankMemory], reserve: float) -> bool:

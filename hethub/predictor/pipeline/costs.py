@@ -43,7 +43,8 @@ class PlanCosts:
         self.width = element_bytes(software.math_precision(self.plan.precision))
         self.network = network or Network(layout.cluster, constants, profile)
         self.state = StateCosts(layout, software, self.network, self._shortest)
-        self.messages = Messages(layout, self.network, software, self._activation_bytes(1), like and like.messages)
+        shared = like.messages if like else None
+        self.messages: Messages = Messages(layout, self.network, software, self._activation_bytes(1), shared)
         self._layer_costs: dict[str, LayerCost] = {}
         self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._optimizers: dict[tuple[object, ...], float] = {}

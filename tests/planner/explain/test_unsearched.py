@@ -6,7 +6,7 @@ import pytest
 
 from hethub.planner import plan
 from hethub.planner.explain.unsearched import not_searched
-from hethub.planner.problem.problem import OFFLOADED, SCHEDULES, ZEROS
+from hethub.planner.problem.problem import OFFLOADED, SEARCHED_SCHEDULES, ZEROS
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.plan import Offload, ScheduleName
 from tests.planner.problems import TINY
@@ -38,6 +38,6 @@ def test_a_proof_excepts_what_its_space_has_not() -> None:
 
 def test_every_schedule_level_and_offload_is_searched() -> None:
     """What is not would have to be listed, and refused as a constraint."""
-    assert {*SCHEDULES} == {*get_args(ScheduleName)}
+    assert {*SEARCHED_SCHEDULES} == {*get_args(ScheduleName)}
     assert {*ZEROS} == {0, 1, 2, 3}
     assert {*OFFLOADED} == {*get_args(Offload)}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hethub.predictor import RankMemory, rank_memory
+from hethub.predictor import RankMemory, predict, rank_memory
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.memory.activations import KeptPerSample, held_microbatches
 from hethub.predictor.memory.parameters import replica_widths
@@ -179,6 +179,23 @@ def test_the_ranks_of_a_machine_share_its_host_memory() -> None:
         held = (2**29, 2**29 + more, 2**30, 0)
         used = [RankMemory(rank, "own", 2**40, 2**41, {}, own, {}) for rank, own in enumerate(held)]
         assert [found for _, found in overfull_hosts(on, used)] == [2**30 + 1] * more
+
+
+def test_host_memory_that_the_cluster_does_not_give_is_a_guess_that_the_answer_names() -> None:
+    """As much as the machine's accelerators have. Said where state is offloaded, not of a checkpoint's copy alone."""
+    on = cluster(("A100-SXM4-80GB", 2, 2))
+    used = [RankMemory(rank, "own", 0, 1, {}, held, {}) for rank, held in enumerate((80 * 2**30, 80 * 2**30 + 1, 1, 0))]
+    assert [found for _, found in overfull_hosts(on, used)] == [160 * 2**30 + 1]
+    plain = uniform(GROUPED, on, tp=1, pp=2, micro_batch=1, batch=4, seq=64, precision="fp32")
+    first, last = plain.stages
+    offloading = Layout(plain.plan.replace(stages=(first.replace(offload=("optimizer",)), last)), GROUPED, on)
+    assert predict(plain).assumed_hosts == ()
+    (found,) = predict(offloading).assumed_hosts
+    held = sum(entry.host_bytes for entry in rank_memory(offloading, only=[0, 1]))
+    assert found == (on.nodes[0].name, held, 160 * 2**30)
+    assert "160 GiB are assumed" in found.sentence()
+    given = on.replace(nodes=tuple(node.replace(host_memory_gb=512.0) for node in on.nodes))
+    assert predict(Layout(offloading.plan, GROUPED, given)).assumed_hosts == ()
 
 
 def test_the_last_stage_alone_has_logits() -> None:
