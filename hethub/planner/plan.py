@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice, takewhile
 from operator import itemgetter
+from typing import Any
 
 from hethub.planner.evaluate.evaluator import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
@@ -23,18 +25,22 @@ from hethub.planner.problem.problem import Batch, Problem
 from hethub.planner.result import FamilyRow, PlanResult, RunnerUp
 from hethub.planner.search.auto import add_whole_plans, search, search_family
 from hethub.planner.search.effort import effort_for
+from hethub.predictor import rank_memory
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, suggest
 from hethub.spec.job import ConstraintsSpec
+from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
+from hethub.spec.plan import ScheduleName
 
 LOOKED_AT = ((128, 4), (1024, 2))  # up to so many accelerators, plans compared with the fastest over all scenarios
 LEAST_LOOKED_AT = 1  # beyond
 SEARCHED = ("tp", "pp", "dp", "micro_batch", "max_micro_batch", "schedule", "recompute", "zero", "forbid")
 WIDER = 4  # times as many are looked at in the middle of the scenarios
+ALIKE = 1e-5  # of a step, far less than any prediction resolves
 
 
 @uncollected()
@@ -182,7 +188,41 @@ def _steadiest(incumbent: Incumbent, outlooks: Outlooks, fastest: Evaluation) ->
         mean = outlooks.of(evaluation.plan).objective_seconds
         if mean < least:
             chosen, least = evaluation, mean
+    return _simplest(incumbent, outlooks, chosen, least)
+
+
+def _simplest(incumbent: Incumbent, outlooks: Outlooks, chosen: Evaluation, mean: float) -> Evaluation:
+    """A plan that takes as long as the one chosen, as predicted and in the mean, whose stages are cut into the fewest chunks,
+    and which offloads nothing that they have room for."""
+    for others in (_in_fewer_chunks, _offloading_less):
+        for own in others(incumbent, chosen):
+            if incumbent.out_of_time:
+                return chosen
+            if outlooks.of(own.plan).objective_seconds < (1 + ALIKE) * mean:
+                chosen = own
+                break
     return chosen
+
+
+def _in_fewer_chunks(incumbent: Incumbent, chosen: Evaluation) -> list[Evaluation]:
+    fewer = [own for own in incumbent.ranked if own.plan.num_chunks < chosen.plan.num_chunks]
+    alike = (own for own in fewer if abs(own.seconds - chosen.seconds) < ALIKE * chosen.seconds)
+    return sorted(alike, key=lambda own: own.plan.num_chunks)
+
+
+def _offloading_less(incumbent: Incumbent, chosen: Evaluation) -> Iterator[Evaluation]:
+    """The plan with offload on those stages alone that do not fit without."""
+    plan, problem = chosen.plan, incumbent.problem
+    if not any(stage.offload for stage in plan.stages):
+        return
+    bare = plan.replace(stages=tuple(stage.replace(offload=()) for stage in plan.stages))
+    reserve, used = problem.constraints.reserve, rank_memory(bind(bare, problem.model, problem.cluster))
+    full = {entry.rank for entry in used if not entry.fits(reserve)}
+    stages = tuple(s if full & {*s.ranks} else b for s, b in zip(plan.stages, bare.stages, strict=True))
+    if stages != plan.stages:
+        own = incumbent.consider(replace(chosen.candidate, plan=plan.replace(stages=stages)))
+        if own is not None and own.fits and own.seconds < (1 + ALIKE) * chosen.seconds:
+            yield own
 
 
 def _unlike(incumbent: Incumbent, other: Evaluation) -> Iterator[Evaluation]:
@@ -205,7 +245,7 @@ def _first_of_each(
 def _others(incumbent: Incumbent, best: Evaluation, top: int) -> list[Evaluation]:
     """So many of the plans that are unlike the best one and each other; where it leaves accelerators unused, one that
     leaves none among them, which tells why."""
-    unlike = _unlike(incumbent, best)
+    unlike = _first_of_each(incumbent, partial(_shown, incumbent.problem), [best])
     found = list(islice(unlike, top))
     if found and best.plan.unused and all(own.plan.unused for own in found):
         found[-1] = next((own for own in unlike if not own.plan.unused), found[-1])
@@ -223,7 +263,7 @@ def _runner_up(evaluation: Evaluation, best: Evaluation, outlooks: Outlooks) -> 
     )
 
 
-def _shape(problem: Problem, evaluation: Evaluation) -> object:
+def _shape(problem: Problem, evaluation: Evaluation) -> tuple[ScheduleName, tuple[tuple[Any, ...], ...]]:
     """What people call the same plan, whatever micro-batches its candidate asked for beyond a replica's samples."""
     places = problem.cluster.places
     stages = (
@@ -235,3 +275,9 @@ def _shape(problem: Problem, evaluation: Evaluation) -> object:
         for stage in evaluation.plan.stages
     )
     return evaluation.plan.schedule, tuple(stages)
+
+
+def _shown(problem: Problem, evaluation: Evaluation) -> object:
+    """What a table of plans shows of one, which is not where its chunks begin."""
+    schedule, stages = _shape(problem, evaluation)
+    return schedule, tuple((sum(stop - start for start, stop in layers), *rest) for layers, *rest in stages)
