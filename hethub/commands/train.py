@@ -1,6 +1,7 @@
 """hethub train."""
 
 import argparse
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,15 @@ def run(options: argparse.Namespace) -> int:
 
 def check_given(options: argparse.Namespace, *, by_itself: bool, is_program: bool) -> None:
     """Raises BadInput where what was given does not go together."""
+    from hethub.runtime.run_folder import run_and_step
+
     if options.resume is not None and options.run_dir is not None and not by_itself:
         raise BadInput("--resume names the run folder already, in which the run goes on; leave out --run-dir.")
+    if options.run_dir is not None and run_and_step(options.run_dir)[1] is not None:
+        raise BadInput(
+            f"--run-dir {options.run_dir}: names a checkpoint, with which all that lies in it goes. Name a folder for the run, or go on "
+            f"from the checkpoint with --resume {shlex.quote(str(options.run_dir))}."
+        )
     if is_program and options.profile is not None:
         raise BadInput("--profile is not taken by strategy hap, whose times are estimates; leave it out.")
     for named in (options.job, options.run_dir or options.resume or Path("runs")):

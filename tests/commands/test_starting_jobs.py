@@ -55,6 +55,14 @@ def test_a_laptops_defaults_on_devices_are_warned_of(tmp_path: Path) -> None:
     assert left_at_defaults(job, [gpu, gpu]) == []  # whose own these are
 
 
+def test_no_run_begins_in_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One did, and went with the checkpoint when the run around it kept newer ones."""
+    assert run(["launch", str(write_job(tmp_path)), "--dry-run", "--run-dir", "a run/checkpoints/step-2"]) == 2
+    said = capsys.readouterr().err
+    assert "names a checkpoint" in said
+    assert "--resume 'a run/checkpoints/step-2'" in said
+
+
 def test_tracebacks_that_launch_is_asked_for_are_its_ranks_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

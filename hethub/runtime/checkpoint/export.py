@@ -9,7 +9,14 @@ from torch import Tensor
 
 from hethub.runtime.checkpoint.elements import WEIGHTS, entry
 from hethub.runtime.checkpoint.index import INDEX, DamagedCheckpoint
-from hethub.runtime.checkpoint.integrity import candidates, check_at_a_glance, check_present, refusal, step_of
+from hethub.runtime.checkpoint.integrity import (
+    MARKER,
+    candidates,
+    check_at_a_glance,
+    check_present,
+    refusal,
+    step_of,
+)
 from hethub.runtime.checkpoint.reader import Reader
 from hethub.runtime.checkpoint.record import CheckpointRecord, read_record
 from hethub.runtime.data.token_file import read_token_file
@@ -61,11 +68,11 @@ def with_newest(named: Path, use: Callable[[Trained], Result]) -> Result:
             check_at_a_glance(path)
             return use(_trained(run, path))
         except (BadInput, RunFailed) as error:
-            if path.exists() and not isinstance(error, DamagedCheckpoint):
+            is_damaged = isinstance(error, DamagedCheckpoint)
+            if not is_damaged and (path / MARKER).exists():  # which goes first where training removes it
                 raise
-            why = (
-                str(error).removeprefix(f"{path}: ").removesuffix(".") if path.exists() else "removed while it was read"
-            )
+            is_told = is_damaged and path.exists()
+            why = str(error).removeprefix(f"{path}: ").removesuffix(".") if is_told else "removed while it was read"
             bad[path] = f"{path}: {why}."
             _log.warning("a checkpoint cannot be used, another one is looked for. %s", bad[path])
     if bad:

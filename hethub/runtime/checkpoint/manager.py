@@ -120,10 +120,10 @@ class CheckpointFolder:
 
     def _remove_old(self) -> None:
         """Keeps as many whole ones as are wanted, the newest; those that were half removed go too."""
-        removable = [path for path in self._own()[1:] if not self._stays(path)]
-        whole = [path for path in removable if (path / integrity.MARKER).exists()]
-        for path in removable:
-            if path not in whole[: self.keep - 1]:
+        older = self._own()[1:]
+        whole = [path for path in older if (path / integrity.MARKER).exists()]
+        for path in older:
+            if path not in whole[: self.keep - 1] and not self._stays(path):
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:

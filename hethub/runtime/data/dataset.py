@@ -73,13 +73,19 @@ class Dataset:
         return self.streams[0].tokenizer
 
     def check_epoch(self, num_samples: int) -> None:
-        """Raises BadInput where an evaluation, of the first `num_samples` samples, takes more than a source has."""
+        """Raises BadInput where an evaluation, of the first `num_samples` samples, takes more than a source has, or no token
+        that is learnt."""
         for stream, taken in zip(self.streams, counts(num_samples, self._shares), strict=True):
             if taken > stream.num_windows:
                 raise BadInput(
                     f"{stream.name}: an evaluation of eval.batches takes {taken:,} samples of it, and it has "
                     f"{stream.num_windows:,} of seq_len {self.seq_len}, so some would count twice. Give more data, or lower eval.batches."
                 )
+        if not self.valid_tokens(0, num_samples):
+            raise BadInput(
+                f"{self.streams[0].name}: the {num_samples:,} samples that an evaluation of eval.batches takes hold nothing that the "
+                "assistant says, so there is no loss to take. Raise eval.batches, or give other data."
+            )
 
     def epochs(self, num_samples: int) -> list[float]:
         """How often the first `num_samples` samples take every window of each source."""

@@ -42,8 +42,10 @@ class Tokenizer:
     decode: Callable[[Sequence[int]], str] = lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def is_called(self, identity: str) -> bool:
-        """Whether tokens that bear `identity`, perhaps one of an earlier version, are this tokenizer's."""
-        return identity in (self.identity, self.file)
+        """Whether tokens that bear `identity`, perhaps one of an earlier version, are this tokenizer's: those of `bytes` are
+        that of an exported folder's, too."""
+        is_bytes = identity == "bytes" and self.identity == _identity(_byte_vocabulary())
+        return is_bytes or identity in (self.identity, self.file)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -73,21 +75,28 @@ def load_tokenizer(reference: str, base: Path, *, bos: bool = True) -> Tokenizer
 
 
 def byte_tokenizer() -> str:
-    """The tokenizer `bytes` as a tokenizer.json, for who loads an exported folder: every byte a token, 256 the end.
-
-    Its vocabulary names bytes by characters as GPT-2's does (Radford et al. 2019): printable ones by themselves, the
-    others by those from 256 on.
-    """
+    """The tokenizer `bytes` as a tokenizer.json, for who loads an exported folder: every byte a token, 256 the end."""
     import tokenizers
 
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    names = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    names = {name: token for name, token in _byte_vocabulary().items() if name != BYTES_END}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(names, []))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     made.add_special_tokens([BYTES_END])
     return str(made.to_str())
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """Its vocabulary, which names bytes by characters as GPT-2's does (Radford et al. 2019): printable ones by
+    themselves, the others by those from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    names = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    return {**names, BYTES_END: 256}
+
+
+def _identity(vocabulary: dict[str, int]) -> str:
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
 def encode_stream(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[TokenBatch]:
@@ -226,7 +235,7 @@ def _from_file(path: Path) -> Tokenizer:
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     return Tokenizer(
         name=str(path),
-        identity=hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest(),
+        identity=_identity(vocabulary),
         file=file_hash,
         vocab=1 + max(vocabulary.values(), default=0),
         end_of_document=next((end for end in ends if end is not None), None),

@@ -298,6 +298,22 @@ def test_damage_and_a_removal_are_met_while_reading(
     assert not (tmp_path / "none").exists()
 
 
+def test_a_checkpoint_that_training_is_removing_is_not_called_an_earlier_versions(
+    copied: Path, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    weights = module.iterate_weights
+
+    def half_removed(path: Path, model: Any) -> Any:
+        if path.name == "step-3":
+            (path / integrity.MARKER).rename(path / f"{integrity.MARKER}.removed")
+            (path / "index.json").unlink()
+        return weights(path, model)
+
+    monkeypatch.setattr(module, "iterate_weights", half_removed)
+    assert export(copied, tmp_path / "two").startswith("step 2 of")
+    assert "step-3: removed while it was read." in caplog.text
+
+
 def test_checkpoints_of_programs_and_of_newer_versions_are_refused(copied: Path, tmp_path: Path) -> None:
     newest = copied / "checkpoints" / "step-3"
     record = json.loads((newest / "record.json").read_text())

@@ -94,6 +94,16 @@ def test_targets_that_are_not_learnt_count_for_nothing(tmp_path: Path) -> None:
     assert number == data.streams[0].trained[1 : data.num_windows * 8 + 1].sum()
 
 
+def test_an_evaluation_without_a_word_of_the_assistant_is_refused(tmp_path: Path) -> None:
+    """It said that the loss is 0."""
+    save_tokenizer(tmp_path)
+    data = opened(tmp_path, [[{"role": "user", "content": "why? " * 40}, CHAT[2]]])
+    assert data.valid_tokens(0, 1) == 0
+    with pytest.raises(BadInput, match=r"the 1 samples that an evaluation .* nothing that the assistant says"):
+        data.check_epoch(1)
+    data.check_epoch(data.num_windows)
+
+
 MARKED = """{% for m in messages %}
     {% if m.role == 'assistant' %}{% generation %}{% set said = m.content %}{{ said }}
 {% endgeneration %}{% else %}{{ {'<é>': m.content} | tojson }}{{ m | tojson(indent=2) }}{{ said is defined }}{% endif %}{% endfor %}"""

@@ -16,6 +16,7 @@ from hethub.cli import run
 from hethub.runtime.data import Dataset, open_dataset
 from hethub.runtime.data import tokenise as tokenise_module
 from hethub.runtime.data import tokenizer as tokenizer_module
+from hethub.runtime.data.opening import check_tokenizer
 from hethub.runtime.data.sources import Piece
 from hethub.runtime.data.token_file import HEADER_BYTES, MAGIC, token_file_writer
 from hethub.runtime.data.tokenise import tokenise
@@ -184,6 +185,19 @@ def test_tokens_of_another_tokenizer_are_refused(token_file: Path) -> None:
     spec = DataSpec(source="tokens", path="tokens.bin", tokenizer="tokenizer.json")
     with pytest.raises(BadInput, match="made with another tokenizer"):
         open_dataset(spec, token_file.parent, seq_len=4, seed=1, vocab=257)
+
+
+@pytest.mark.parametrize("own", ["bytes", "tokenizer.json"])
+def test_tokens_of_bytes_are_those_of_an_exported_folder(own: str, tmp_path: Path) -> None:
+    """Its model could be trained on neither the bytes nor the token files that it had been trained on before."""
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer())
+    (tmp_path / "one.txt").write_text("a b c a")
+    tokenise([tmp_path / "one.txt"], "bytes", tmp_path / "tokens.bin", progress=False)
+    for source, path in (("text", "one.txt"), ("tokens", "tokens.bin")):
+        spec = DataSpec(source=source, path=path, tokenizer=own)
+        data = open_dataset(spec, tmp_path, seq_len=4, seed=1, vocab=257)
+        assert data.streams[0].tokens.tolist() == [*b"a b c a", END]
+        assert check_tokenizer(data, tmp_path) is None
 
 
 def without_ends(path: Path) -> None:
