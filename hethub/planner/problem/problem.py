@@ -149,7 +149,7 @@ class Problem:
     @cached_property
     def forbidden(self) -> frozenset[frozenset[int]]:
         """Pairs of device types that may not share a stage."""
-        named = [{device_type.accelerator.name, device_type.accelerator.vendor} for device_type in self.device_types]
+        named = [{device_type.accelerator.name, device_type.island} for device_type in self.device_types]
         return frozenset(
             frozenset((a, b))
             for one, other in self.constraints.forbid

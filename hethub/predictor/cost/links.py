@@ -306,7 +306,7 @@ class Network:
         """The parts of a group on each island: rings run inside them."""
         machines: dict[str, list[tuple[int, int]]] = {island: [] for island, _ in group.islands}
         for machine in group.machines:
-            machines[self.machines[machine[0]].device.vendor].append(machine)
+            machines[self.machines[machine[0]].island].append(machine)
         return [
             Group(size, tuple(machines[island]), ((island, size),), joined=group.joined)
             for island, size in group.islands
@@ -320,7 +320,7 @@ class Network:
             wire = "bridge" if links.between_islands.gbps_per_node is not None else "cards"
             for machine, _ in group.machines:
                 node = self.machines[machine]
-                here = group.exchanged(operation, node.device.vendor, machine)
+                here = group.exchanged(operation, node.island, machine)
                 for way, part in zip((OUT, IN), here, strict=True):
                     if wire == "bridge" or self._has_cards(node):
                         found[Resource(wire, machine, way)] = num_bytes * part
@@ -370,7 +370,7 @@ class Network:
         inside = {ring.islands[0][0]: (ring.size - 1) / ring.size for ring in rings}  # which take the same cards
         for machine, _ in group.machines:
             node = self.machines[machine]
-            island = node.device.vendor
+            island = node.island
             here = num_bytes * max(group.exchanged(operation, island, machine)) * min(sharing, node.accelerators)
             if links.staging.per_host_gbytes_per_second is not None:
                 seconds.append(here / max(least, self.rate(Resource("host", machine))))
@@ -383,7 +383,7 @@ class Network:
 
     def staged_part(self, group: Group, operation: Operation) -> float:
         """What of a collective's bytes islands exchange over the staging of the rank that has most."""
-        vendors = [(self.machines[machine].device.vendor, machine) for machine, _ in group.machines]
+        vendors = [(self.machines[machine].island, machine) for machine, _ in group.machines]
         return max([max(group.exchanged_at_most(operation, *place)) for place in vendors])
 
     @memoized

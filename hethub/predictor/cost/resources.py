@@ -105,8 +105,7 @@ class BetweenMachines:
         if self.racks or self.regions:
             nodes = {self.machines[machine].name: self.machines[machine] for machine, _ in group.machines}
             islands = {
-                machine: (self.machines[machine].device.vendor, self.machines[machine].name)
-                for machine, _ in group.machines
+                machine: (self.machines[machine].island, self.machines[machine].name) for machine, _ in group.machines
             }
             for (here, there), part in group.exchanged_between(operation, islands).items():
                 for resource in self.resources(nodes[here], nodes[there]):
