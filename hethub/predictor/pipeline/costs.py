@@ -100,11 +100,14 @@ class PlanCosts:
         """Where all stages microbatch alike: the first replica of every sort of chain through the stages."""
         found: dict[object, int] = {}
         stages = range(self.layout.num_stages)
+        named = [stage for stage in self.layout.stages if stage.state_shares]
         for replica, spec in enumerate(self.plan.stages[0].replicas):
             keys = tuple(self.replica_key(stage, replica) for stage in stages)
             levels = tuple(self.boundary_key(stage, replica, replica) for stage in stages[:-1])
             given = tuple(self.layout.replica(stage, replica).in_flight for stage in stages)
-            found.setdefault((keys, levels, given, spec.micro_batch, spec.samples, self._rounds_of(replica)), replica)
+            shares = tuple([own.state_shares.get(rank) for own in named for rank in own.replicas[replica].ranks])
+            key = (keys, levels, given, shares, spec.micro_batch, spec.samples, self._rounds_of(replica))
+            found.setdefault(key, replica)
         return tuple(found.values())
 
     def _rounds_of(self, replica: int) -> tuple[tuple[int, ...], ...]:
