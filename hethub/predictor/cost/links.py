@@ -35,7 +35,9 @@ class Network:
         self._paths: dict[tuple[int, int, bool], Path] = {}
 
     def group(self, ranks: Sequence[int], shares: Mapping[int, float] | None = None) -> Group:
-        """Where `ranks` are. Of what they step together, each owns a part as large as its share beside the others'."""
+        """Where `ranks` are, whose rings go by rank. Of what they step together, each owns a part as large as its share beside
+        the others'."""
+        ranks = sorted(ranks)
         machines = Counter(self.places[rank].machine for rank in ranks)
         islands = Counter(self.places[rank].island for rank in ranks)
         owned = None
