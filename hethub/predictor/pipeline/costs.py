@@ -84,7 +84,7 @@ class PlanCosts:
             tuple(names if len(set(names)) > 1 else names[:1]),
             tuple([machines.count(machine) for machine in node_of]),
             tuple(node_of.values()) if len(node_of) > 1 else (),  # whose cards and uplinks its sums pass
-            spec.tensor_shares,
+            spec.uneven_shares,
             self.network.joined(spec.ranks),
             self.state.host_copies.at_once(machines),
             spec.samples if self.state.in_passes(stage) else None,  # which share what goes on beside their passes
