@@ -6,7 +6,7 @@ What is at work at a time shares a resource equally.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from math import log2
 
@@ -24,12 +24,16 @@ class Network:
     """The links of a cluster, with the fitted fractions of what their data sheets promise."""
 
     def __init__(
-        self, cluster: ClusterSpec, constants: Constants | None = None, profile: ProfileSpec | None = None
+        self,
+        cluster: ClusterSpec,
+        constants: Constants | None = None,
+        profile: ProfileSpec | None = None,
+        unused: Iterable[int] = (),
     ) -> None:
         self.profile = profile
         self.cluster, self.fit = cluster, (constants or packaged()).links
         self.places = cluster.places
-        self.between = BetweenMachines(cluster)
+        self.between = BetweenMachines(cluster, unused)
         self.machines, self.racks = self.between.machines, self.between.racks
         self._ring_rates: dict[tuple[Group, float], list[tuple[Group, float]]] = {}
         self._paths: dict[tuple[int, int, bool], Path] = {}
@@ -52,9 +56,9 @@ class Network:
         return Group(len(ranks), tuple(machines.items()), tuple(islands.items()), owned, self.joined(ranks))
 
     def sharing(self, group: Group) -> int:
-        """How many groups like this one share a machine's interfaces, if all its accelerators are in one: where replicas
-        of unlike degrees meet, those of the least, whose ranks carry most and are most on their machine."""
-        return max(1, min([self.machines[machine].accelerators // count for machine, count in group.machines]))
+        """How many groups like this one share a machine's interfaces, if all its accelerators at work are in one: where
+        replicas of unlike degrees meet, those of the least, whose ranks carry most and are most on their machine."""
+        return max(1, min([self.between.at_work(machine) // count for machine, count in group.machines]))
 
     def joined(self, ranks: Sequence[int]) -> bool:
         """Whether the ranks of each machine reach each other by their own links."""

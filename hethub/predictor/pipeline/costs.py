@@ -41,7 +41,7 @@ class PlanCosts:
         self.layout, self.software, self.constants, self.profile = layout, software, constants, profile
         self.plan, self.model, self._like = layout.plan, layout.model, like
         self.width = element_bytes(software.math_precision(self.plan.precision))
-        self.network = network or Network(layout.cluster, constants, profile)
+        self.network = network or Network(layout.cluster, constants, profile, layout.plan.unused)
         self.state = StateCosts(layout, software, self.network, self._shortest)
         shared = like.messages if like else None
         self.messages: Messages = Messages(layout, self.network, software, self._activation_bytes(1), shared)

@@ -1,5 +1,6 @@
 """The same plan on the same cluster costs the same, however files describe both."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -51,9 +52,9 @@ def check_same(layout: Layout, *others: Layout) -> None:
             assert a.bytes + a.host_bytes == pytest.approx(b.bytes + b.host_bytes, rel=1e-9, abs=8)
 
 
-def on(nodes: list[dict[str, Any]]) -> ClusterSpec:
+def on(nodes: list[dict[str, Any]], **links: Any) -> ClusterSpec:
     each = [{"name": f"n{i}", "accelerators": 1, "gbps_per_nic": 10, **node} for i, node in enumerate(nodes)]
-    return ClusterSpec.model_validate({"name": "test", "nodes": each})
+    return ClusterSpec.model_validate({"name": "test", "nodes": each, "links": links})
 
 
 def planned(
@@ -61,6 +62,7 @@ def planned(
     *stages: dict[str, Any],
     schedule: ScheduleName = "1f1b",
     precision: str = "bf16",
+    unused: Sequence[int] = (),
 ) -> Layout:
     """Of stages that share the tiny model's layers evenly, whose replicas are named by their ranks."""
     each = TINY.layers // len(stages)
@@ -74,7 +76,7 @@ def planned(
     ]
     plan = {
         "model": TINY.name, "cluster": "test", "seq_len": 128, "precision": precision, "schedule": schedule,
-        "global_batch": 2 * len(given[0]["replicas"]), "stages": given,
+        "global_batch": 2 * len(given[0]["replicas"]), "stages": given, "unused": unused,
     }  # fmt: skip
     return bind(PlanSpec.model_validate(plan), TINY, cluster)
 
@@ -117,3 +119,15 @@ def test_messages_beside_rounds_are_those_that_are_sent() -> None:
     several = on([{"accelerator": "L4", "name": f"m{i}"} for i in range(4)] + ends)
     costs = [PlanCosts(planned(cluster, *stages), HETHUB, packaged()) for cluster in (one, several)]
     assert costs[0].microbatch(0, 0, 1) == costs[1].microbatch(0, 0, 1)
+
+
+def test_unused_ranks_take_no_part_of_a_link() -> None:
+    """A plan that leaves half of a machine, or a machine of a rack, unused was priced as if all of it summed gradients."""
+    racks = [{"name": name, "nodes": [node], "gbps": 0.1} for name, node in (("west", "n0"), ("east", "n1"))]
+    node, stage = {"accelerator": "L4"}, {"replicas": [[0], [1]], "zero": 1}
+    two = planned(on([node, node], racks=racks), stage)
+    beside = planned(on([node, {**node, "count": 3}], racks=racks), stage, unused=[2, 3])
+    within = on([{**node, "accelerators": 2}] * 2, racks=racks)
+    halves = planned(within, {**stage, "replicas": [[0], [2]]}, unused=[1, 3])
+    assert seconds(beside) == pytest.approx(seconds(two), rel=1e-9)
+    assert seconds(halves) == pytest.approx(seconds(two), rel=1e-9)

@@ -112,11 +112,11 @@ class Rings:
         return max(max(self.rank_fractions(own)) for own in self.layout.stages[stage].unlike_replicas)
 
     def _sharing(self, stage: int, piece: int) -> float:
-        """How many such rings share a machine's interfaces at once, if all its accelerators are in one."""
+        """How many such rings share a machine's interfaces at once, if all its accelerators at work are in one."""
         own, group = self.layout.stages[stage], self.group(stage, piece)
         even = own.cut_alike and own.replicas[0].uneven_shares is None  # then all send as much, without looking at each
         return max(1.0, min(
-            (self.network.machines[at].accelerators if even else self._at_once(stage)[at]) / count
+            (self.network.between.at_work(at) if even else self._at_once(stage)[at]) / count
             for at, count in group.machines
         ))  # fmt: skip
 
@@ -128,7 +128,7 @@ class Rings:
         for replica in self.layout.stages[stage].replicas:
             for rank, part in zip(replica.ranks, self.rank_fractions(replica), strict=True):
                 parts.setdefault(places[rank].machine, []).append(part / self._most(stage))
-        return {at: self.network.machines[at].accelerators * sum(own) / len(own) for at, own in parts.items()}
+        return {at: self.network.between.at_work(at) * sum(own) / len(own) for at, own in parts.items()}
 
     def seconds(self, stage: int, num_bytes: float, *, is_cut: bool = True) -> float:
         """Seconds of a reduce-scatter or an all-gather of what the stage's fullest rank holds, where nothing is sharded of
