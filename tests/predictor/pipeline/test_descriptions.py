@@ -63,6 +63,7 @@ def planned(
     schedule: ScheduleName = "1f1b",
     precision: str = "bf16",
     unused: Sequence[int] = (),
+    micro_batch: int = 1,
 ) -> Layout:
     """Of stages that share the tiny model's layers evenly, whose replicas are named by their ranks."""
     each = TINY.layers // len(stages)
@@ -70,7 +71,7 @@ def planned(
         {
             **stage,
             "layers": [[each * i, each * i + each]],
-            "replicas": [{"ranks": ranks, "samples": 2, "micro_batch": 1} for ranks in stage["replicas"]],
+            "replicas": [{"ranks": ranks, "samples": 2, "micro_batch": micro_batch} for ranks in stage["replicas"]],
         }
         for i, stage in enumerate(stages)
     ]
@@ -131,3 +132,11 @@ def test_unused_ranks_take_no_part_of_a_link() -> None:
     halves = planned(within, {**stage, "replicas": [[0], [2]]}, unused=[1, 3])
     assert seconds(beside) == pytest.approx(seconds(two), rel=1e-9)
     assert seconds(halves) == pytest.approx(seconds(two), rel=1e-9)
+
+
+@pytest.mark.parametrize(("zero", "offload"), [(1, ["parameters"]), (2, []), (3, [])])
+def test_a_single_microbatch_takes_as_long_under_gpipe_as_under_1f1b(zero: int, offload: list[str]) -> None:
+    """What a backward right behind its forward finds there was brought once more under gpipe: up to 8 % longer."""
+    cluster, stage = on([{"accelerator": "L4"}] * 2), {"replicas": [[0], [1]], "zero": zero, "offload": offload}
+    names: list[ScheduleName] = ["gpipe", "1f1b"]
+    check_same(*(planned(cluster, stage, schedule=name, micro_batch=2) for name in names))
