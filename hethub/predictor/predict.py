@@ -214,7 +214,9 @@ def with_staging(
             f"{ASSUMED['host_staged_gbytes_per_second']}; links.staging.gbytes_per_second of the cluster file says it"
         )
     direct = cluster.links.staging.replace(gbytes_per_second=1e5, per_host_gbytes_per_second=None)
-    network = Network(cluster.replace(links=cluster.links.replace(staging=direct)), packaged(), profile)
+    network = Network(
+        cluster.replace(links=cluster.links.replace(staging=direct)), packaged(), profile, layout.plan.unused
+    )
     costs = PlanCosts(layout, software, packaged(), profile, network=network)
     without = min(prediction.step_seconds, step_times(layout, costs).seconds)
     limits = prediction.step_seconds > LIMITS * without

@@ -75,7 +75,7 @@ def not_trained(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> list[
 
 def makers_not_started(cluster: ClusterSpec, ranks: Iterable[int]) -> list[str]:
     """The makers among the accelerators of `ranks` on which no rank can be started; none where they are emulated."""
-    makers = {cluster.places[rank].node.unnamed_device.vendor for rank in ranks}
+    makers = {cluster.places[rank].node.device.vendor for rank in ranks}
     return [] if cluster.emulated else sorted(makers - {*TRAINS_ON})
 
 

@@ -63,7 +63,7 @@ class NodeSpec(Spec):
 
     @model_validator(mode="after")
     def _accelerator_exists(self) -> "NodeSpec":
-        device = self.unnamed_device
+        device = self.device
         if self.reserved_memory_gb >= device.memory_gb:
             raise ValueError(
                 f"reserved_memory_gb {self.reserved_memory_gb:g} leaves nothing of the {device.memory_gb:g} GiB of {device.name}; "
@@ -82,15 +82,14 @@ class NodeSpec(Spec):
         return self
 
     @cached_property
-    def unnamed_device(self) -> AcceleratorSpec:
-        """The accelerator in full, with its own vendor."""
+    def device(self) -> AcceleratorSpec:
+        """The accelerator in full. Its vendor is who made it, and tells how it computes, whatever island it counts to."""
         return find_accelerator(self.accelerator) if isinstance(self.accelerator, str) else self.accelerator
 
-    @cached_property
-    def device(self) -> AcceleratorSpec:
-        """The accelerator in full, with the vendor the node gives it."""
-        found = self.unnamed_device
-        return found if self.vendor in (None, found.vendor) else found.replace(vendor=self.vendor)
+    @property
+    def island(self) -> str:
+        """The vendor that its ranks count as: what the node says, else the accelerator's."""
+        return self.vendor or self.device.vendor
 
     @property
     def usable_memory_bytes(self) -> int:
@@ -240,7 +239,7 @@ class Place(NamedTuple):
 
     @property
     def island(self) -> str:
-        return self.node.device.vendor
+        return self.node.island
 
 
 class ClusterSpec(Spec):
@@ -262,10 +261,10 @@ class ClusterSpec(Spec):
             )
         known: dict[str, NodeSpec] = {}
         for place, node in enumerate(self.nodes):
-            first = known.setdefault(node.unnamed_device.name, node)
-            if unlike := _unlike_figures(first.unnamed_device, node.unnamed_device):
+            first = known.setdefault(node.device.name, node)
+            if unlike := _unlike_figures(first.device, node.device):
                 raise BrokenRule(
-                    f"nodes '{first.name}' and '{node.name}' both have an accelerator named '{node.unnamed_device.name}', but of unlike "
+                    f"nodes '{first.name}' and '{node.name}' both have an accelerator named '{node.device.name}', but of unlike "
                     f"{', '.join(unlike)}; give the one that is not the catalogue's a name of its own.",
                     *("nodes", place),
                 )

@@ -70,6 +70,14 @@ class ReplicaSpec(Spec):
     def tp(self) -> int:
         return len(self.ranks)
 
+    @property
+    def uneven_shares(self) -> tuple[float, ...] | None:
+        """`tensor_shares` as fractions of the whole; None where they are equal, as without any."""
+        if self.tensor_shares is None or len({*self.tensor_shares}) == 1:
+            return None
+        whole = sum(self.tensor_shares)
+        return tuple([share / whole for share in self.tensor_shares])
+
 
 class StageSpec(Spec):
     """Consecutive layers (one or several chunks `[start, stop)`) and the replicas that hold them."""
@@ -130,7 +138,7 @@ class StageSpec(Spec):
     @cached_property
     def unlike_replicas(self) -> tuple[ReplicaSpec, ...]:
         """One replica of each tensor-parallel degree and shares."""
-        return tuple({(replica.tp, replica.tensor_shares): replica for replica in self.replicas}.values())
+        return tuple({(replica.tp, replica.uneven_shares): replica for replica in self.replicas}.values())
 
     @cached_property
     def num_layers(self) -> int:

@@ -75,8 +75,8 @@ def _check_constraints(problem: Problem) -> None:
 
 
 def _check_forbidden_names(problem: Problem) -> None:
-    devices = [device_type.accelerator for device_type in problem.device_types]
-    known = list(dict.fromkeys([*(device.name for device in devices), *(device.vendor for device in devices)]))
+    types = problem.device_types
+    known = list(dict.fromkeys([*(own.accelerator.name for own in types), *(own.island for own in types)]))
     for name in (name for pair in problem.constraints.forbid for name in pair):
         if name not in known:
             raise BadInput.about(

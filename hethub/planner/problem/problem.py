@@ -149,7 +149,7 @@ class Problem:
     @cached_property
     def forbidden(self) -> frozenset[frozenset[int]]:
         """Pairs of device types that may not share a stage."""
-        named = [{device_type.accelerator.name, device_type.accelerator.vendor} for device_type in self.device_types]
+        named = [{device_type.accelerator.name, device_type.island} for device_type in self.device_types]
         return frozenset(
             frozenset((a, b))
             for one, other in self.constraints.forbid
@@ -248,7 +248,8 @@ def collapse(cluster: ClusterSpec) -> tuple[DeviceType, ...]:
         region = regions.of_node[node.name] if regions else None
         rack = next((rack.name for rack in cluster.links.racks if node.name in rack.nodes), None)
         gbps = float("inf") if node.gbps is None else node.gbps
-        others = (node.nics, node.device.name, place.island, node.accelerators, node.reserved_memory_gb, region, rack)
+        memory = node.reserved_memory_gb, node.host_memory_bytes
+        others = (node.nics, node.device.name, place.island, node.accelerators, *memory, region, rack)
         found.setdefault((-gbps, repr(others)), {}).setdefault(place.machine, []).append(place)
     return tuple(_device_type(found[key]) for key in sorted(found))
 

@@ -6,7 +6,7 @@ What is at work at a time shares a resource equally.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from math import log2
 
@@ -24,18 +24,24 @@ class Network:
     """The links of a cluster, with the fitted fractions of what their data sheets promise."""
 
     def __init__(
-        self, cluster: ClusterSpec, constants: Constants | None = None, profile: ProfileSpec | None = None
+        self,
+        cluster: ClusterSpec,
+        constants: Constants | None = None,
+        profile: ProfileSpec | None = None,
+        unused: Iterable[int] = (),
     ) -> None:
         self.profile = profile
         self.cluster, self.fit = cluster, (constants or packaged()).links
         self.places = cluster.places
-        self.between = BetweenMachines(cluster)
+        self.between = BetweenMachines(cluster, unused)
         self.machines, self.racks = self.between.machines, self.between.racks
         self._ring_rates: dict[tuple[Group, float], list[tuple[Group, float]]] = {}
         self._paths: dict[tuple[int, int, bool], Path] = {}
 
     def group(self, ranks: Sequence[int], shares: Mapping[int, float] | None = None) -> Group:
-        """Where `ranks` are. Of what they step together, each owns a part as large as its share beside the others'."""
+        """Where `ranks` are, whose rings go by rank. Of what they step together, each owns a part as large as its share beside
+        the others'."""
+        ranks = sorted(ranks)
         machines = Counter(self.places[rank].machine for rank in ranks)
         islands = Counter(self.places[rank].island for rank in ranks)
         owned = None
@@ -50,9 +56,9 @@ class Network:
         return Group(len(ranks), tuple(machines.items()), tuple(islands.items()), owned, self.joined(ranks))
 
     def sharing(self, group: Group) -> int:
-        """How many groups like this one share a machine's interfaces, if all its accelerators are in one: where replicas
-        of unlike degrees meet, those of the least, whose ranks carry most and are most on their machine."""
-        return max(1, min([self.machines[machine].accelerators // count for machine, count in group.machines]))
+        """How many groups like this one share a machine's interfaces, if all its accelerators at work are in one: where
+        replicas of unlike degrees meet, those of the least, whose ranks carry most and are most on their machine."""
+        return max(1, min([self.between.at_work(machine) // count for machine, count in group.machines]))
 
     def joined(self, ranks: Sequence[int]) -> bool:
         """Whether the ranks of each machine reach each other by their own links."""
@@ -306,7 +312,7 @@ class Network:
         """The parts of a group on each island: rings run inside them."""
         machines: dict[str, list[tuple[int, int]]] = {island: [] for island, _ in group.islands}
         for machine in group.machines:
-            machines[self.machines[machine[0]].device.vendor].append(machine)
+            machines[self.machines[machine[0]].island].append(machine)
         return [
             Group(size, tuple(machines[island]), ((island, size),), joined=group.joined)
             for island, size in group.islands
@@ -320,7 +326,7 @@ class Network:
             wire = "bridge" if links.between_islands.gbps_per_node is not None else "cards"
             for machine, _ in group.machines:
                 node = self.machines[machine]
-                here = group.exchanged(operation, node.device.vendor, machine)
+                here = group.exchanged(operation, node.island, machine)
                 for way, part in zip((OUT, IN), here, strict=True):
                     if wire == "bridge" or self._has_cards(node):
                         found[Resource(wire, machine, way)] = num_bytes * part
@@ -370,7 +376,7 @@ class Network:
         inside = {ring.islands[0][0]: (ring.size - 1) / ring.size for ring in rings}  # which take the same cards
         for machine, _ in group.machines:
             node = self.machines[machine]
-            island = node.device.vendor
+            island = node.island
             here = num_bytes * max(group.exchanged(operation, island, machine)) * min(sharing, node.accelerators)
             if links.staging.per_host_gbytes_per_second is not None:
                 seconds.append(here / max(least, self.rate(Resource("host", machine))))
@@ -383,7 +389,7 @@ class Network:
 
     def staged_part(self, group: Group, operation: Operation) -> float:
         """What of a collective's bytes islands exchange over the staging of the rank that has most."""
-        vendors = [(self.machines[machine].device.vendor, machine) for machine, _ in group.machines]
+        vendors = [(self.machines[machine].island, machine) for machine, _ in group.machines]
         return max([max(group.exchanged_at_most(operation, *place)) for place in vendors])
 
     @memoized

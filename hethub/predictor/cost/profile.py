@@ -166,7 +166,7 @@ class ProfileSpec(Spec):
 
 def compiles_on_node(node: NodeSpec, compiles: bool | None) -> bool:
     """Whether small operations are compiled there under a `train.compile`."""
-    return not is_cpu(node.unnamed_device) if compiles is None else compiles
+    return not is_cpu(node.device) if compiles is None else compiles
 
 
 def load_profile(path: str | Path) -> ProfileSpec:

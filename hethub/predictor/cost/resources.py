@@ -46,9 +46,15 @@ def ends(kind: str, source: int, target: int) -> tuple[Resource, Resource]:
 class BetweenMachines:
     """Racks' uplinks and the links between regions."""
 
-    def __init__(self, cluster: ClusterSpec) -> None:
+    def __init__(self, cluster: ClusterSpec, unused: Iterable[int] = ()) -> None:
+        """`unused` ranks send nothing."""
         self.cluster, self.regions = cluster, cluster.links.regions
         self.machines = cluster.machines
+        self._unused = Counter(cluster.places[rank].machine for rank in unused)
+
+    def at_work(self, machine: int) -> int:
+        """How many of a machine's accelerators send anything."""
+        return self.machines[machine].accelerators - self._unused[machine]
 
     @cached_property
     def racks(self) -> dict[str, RackSpec]:
@@ -105,8 +111,7 @@ class BetweenMachines:
         if self.racks or self.regions:
             nodes = {self.machines[machine].name: self.machines[machine] for machine, _ in group.machines}
             islands = {
-                machine: (self.machines[machine].device.vendor, self.machines[machine].name)
-                for machine, _ in group.machines
+                machine: (self.machines[machine].island, self.machines[machine].name) for machine, _ in group.machines
             }
             for (here, there), part in group.exchanged_between(operation, islands).items():
                 for resource in self.resources(nodes[here], nodes[there]):
@@ -124,4 +129,5 @@ class BetweenMachines:
             return self._region(self.regions, node) == resource.owner[0]
 
         machines = sum(node.count for node in self.cluster.nodes if is_behind(node))
+        machines -= sum(not self.at_work(own) and is_behind(self.machines[own]) for own in self._unused)
         return machines / sum(is_behind(self.machines[machine]) for machine, _ in group.machines)

@@ -130,7 +130,7 @@ def stepped(layout: Layout, software: Software, stage: int, rank: int, held: Hel
         return held.own + apart
     if not spec.state_shares and spec.cut_alike:
         return held.own / (len(spec.replicas) * software.context_parallel) + apart
-    if not spec.state_shares and any(replica.tensor_shares for replica in spec.replicas):
+    if not spec.state_shares and any(replica.uneven_shares for replica in spec.replicas):
         (alone,) = rank_widths(layout.model, 1)
         return _owned_elements(layout)[rank] * sum(whole) / StageParameters.of(layout, stage, alone).total
     shared, apart = (whole.own, apart) if both_ends_step(layout) else (whole.own + (stage == 0) * whole.apart, 0.0)

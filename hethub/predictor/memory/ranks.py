@@ -54,7 +54,7 @@ def rank_memory(layout: Layout, software: Software = HETHUB, only: Collection[in
     result, places = [], layout.cluster.places
     for stage, stage_spec in enumerate(layout.stages):
         named, zero = stage_spec.state_shares, stage_spec.zero
-        uneven = any(spec.tensor_shares for spec in stage_spec.replicas)
+        uneven = any(spec.uneven_shares for spec in stage_spec.replicas)
         for replica, spec in enumerate(stage_spec.replicas):
             load = (stage, spec.micro_batch, spec.samples, layout.in_flight[stage][replica])
             cut = replica_widths(layout.model, spec, software)

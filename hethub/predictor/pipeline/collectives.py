@@ -109,10 +109,11 @@ class Collectives:
         by_turns = self.costs.state.by_turns[stage.index]
         slots = 1 if by_turns else self.costs.state.sums_under_way(stage.index)
         gathers = {key: self._gathers(stage, *key) for key in passes}
+        each = {own: [seconds[node] / len(gathers[own]) for node in stage.first[own]] for own in passes}
         layer = {
-            kind: min(seconds[stage.first[own][0]] / len(gathers[own]) for own in passes if own[0] is kind)
+            kind: list(map(min, zip(*(each[own] for own in passes if own[0] is kind), strict=True)))
             for kind, _ in passes
-        }  # of the chunk that has neither embedding nor head, if one has not
+        }  # by replica, of the chunk that has neither embedding nor head, if one has not
         for index, (kind, chunk) in enumerate(passes):
             before, first = passes[index - 1] if index else None, stage.first[kind, chunk]
             own, *others = gathers[kind, chunk]
@@ -128,11 +129,12 @@ class Collectives:
                 if len(reduced) >= slots:
                     self._wait(first, reduced[-slots])
             if others and own and not by_turns:
-                for node in first:
-                    seconds[node] += sum(max(0.0, each - layer[kind]) for each in others)
+                for node, alone in zip(first, layer[kind], strict=True):
+                    seconds[node] += sum(max(0.0, other - alone) for other in others)
                 brought = self._beside(stream, sum(others), first)
-                for node in stage.first[passes[index + 1]] if index + 1 < len(passes) else ():
-                    self.graph.needs[node].append((brought, layer[kind]))
+                if index + 1 < len(passes):
+                    for node, alone in zip(stage.first[passes[index + 1]], layer[kind], strict=True):
+                        self.graph.needs[node].append((brought, alone))
             if others and own:
                 self._wait_for_all_to_begin(stage, first, 1 / (1 + len(others)))
         if sharded:

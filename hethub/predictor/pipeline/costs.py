@@ -41,7 +41,7 @@ class PlanCosts:
         self.layout, self.software, self.constants, self.profile = layout, software, constants, profile
         self.plan, self.model, self._like = layout.plan, layout.model, like
         self.width = element_bytes(software.math_precision(self.plan.precision))
-        self.network = network or Network(layout.cluster, constants, profile)
+        self.network = network or Network(layout.cluster, constants, profile, layout.plan.unused)
         self.state = StateCosts(layout, software, self.network, self._shortest)
         shared = like.messages if like else None
         self.messages: Messages = Messages(layout, self.network, software, self._activation_bytes(1), shared)
@@ -84,7 +84,7 @@ class PlanCosts:
             tuple(names if len(set(names)) > 1 else names[:1]),
             tuple([machines.count(machine) for machine in node_of]),
             tuple(node_of.values()) if len(node_of) > 1 else (),  # whose cards and uplinks its sums pass
-            spec.tensor_shares,
+            spec.uneven_shares,
             self.network.joined(spec.ranks),
             self.state.host_copies.at_once(machines),
             spec.samples if self.state.in_passes(stage) else None,  # which share what goes on beside their passes
@@ -100,11 +100,14 @@ class PlanCosts:
         """Where all stages microbatch alike: the first replica of every sort of chain through the stages."""
         found: dict[object, int] = {}
         stages = range(self.layout.num_stages)
+        named = [stage for stage in self.layout.stages if stage.state_shares]
         for replica, spec in enumerate(self.plan.stages[0].replicas):
             keys = tuple(self.replica_key(stage, replica) for stage in stages)
             levels = tuple(self.boundary_key(stage, replica, replica) for stage in stages[:-1])
             given = tuple(self.layout.replica(stage, replica).in_flight for stage in stages)
-            found.setdefault((keys, levels, given, spec.micro_batch, spec.samples, self._rounds_of(replica)), replica)
+            shares = tuple([own.state_shares.get(rank) for own in named for rank in own.replicas[replica].ranks])
+            key = (keys, levels, given, shares, spec.micro_batch, spec.samples, self._rounds_of(replica))
+            found.setdefault(key, replica)
         return tuple(found.values())
 
     def _rounds_of(self, replica: int) -> tuple[tuple[int, ...], ...]:
@@ -267,9 +270,8 @@ class PlanCosts:
         group = self.state.rings.group(stage, 0)
         passed = {resource.kind for resource in self.network.ring_bytes(group, 1.0, "reduce_scatter")} or {"port"}
         for above in range(max(0, stage - 1), min(stage + 1, self.layout.num_stages - 1)):
-            last = [len(self.layout.stages[at].replicas) - 1 for at in (above, above + 1)]
-            sorts = {self.replica_key(stage, own): own for own in range(last[stage - above], -1, -1)}
-            for a, b in ([min(own, most) for most in last] for own in sorts.values()):
+            pairs = {self.messages.key(above, a, above + 1, b): (a, b) for a, b, _ in self.routes.pairs[above]}
+            for a, b in pairs.values():
                 leaders = self.layout.replica(above, a).ranks[0], self.layout.replica(above + 1, b).ranks[0]
                 if passed & {resource.kind for resource in self.network.path(*leaders).resources}:
                     yield self.messages.way(above, a, above + 1, b).seconds_per_byte

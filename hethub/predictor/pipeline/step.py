@@ -8,7 +8,7 @@ replayed once. Under 1F1B `closed_form` extrapolates them from their steady stat
 stages cut the samples unlike, groups of replicas that are copies of each other are replayed once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import sub
 from typing import NamedTuple
@@ -172,7 +172,8 @@ def _breakdown(seconds: float, parts: dict[str, float]) -> dict[str, float]:
 def _chain_times(layout: Layout, costs: PlanCosts) -> StepTimes:
     """One pipeline per sort of replica chain; the ends stand under the chain's first replica."""
     reductions = [costs.state.reduction(stage) for stage in range(layout.num_stages)]
-    optimizer = {place: costs.optimizer(*place) for place in _shared_alike(layout, costs.chains)}
+    places = [(stage, replica) for stage in range(layout.num_stages) for replica in costs.chains]
+    optimizer = {place: costs.optimizer(*place) for place in places}
     updates = _updates(optimizer, [reduction.gather_seconds for reduction in reductions])
     first = min(updates.values())
     busy = {place: _busy(layout, costs, place) for place in _distinct(layout, costs)}
@@ -231,18 +232,6 @@ def _chain(layout: Layout, costs: PlanCosts, replica: int) -> Chain:
         up=across,
         in_flight=tuple(layout.in_flight[stage][replica] for stage in stages),
     )
-
-
-def _shared_alike(layout: Layout, chains: Iterable[int]) -> list[Place]:
-    """The places replayed, and those whose share of the state may make their step longer."""
-    replayed = [(stage, replica) for stage in range(layout.num_stages) for replica in chains]
-    named = [
-        (stage, replica)
-        for stage, spec in enumerate(layout.stages)
-        if spec.state_shares
-        for replica in range(len(spec.replicas))
-    ]
-    return list(dict.fromkeys([*replayed, *named]))
 
 
 def _distinct(layout: Layout, costs: PlanCosts) -> list[Place]:

@@ -52,9 +52,9 @@ def _local_rank(cluster: ClusterSpec, info: LaunchInfo) -> int:
     hosts = [host for node in cluster.nodes for host in node.hosts or (node.name,) * node.count]
     place = cluster.places[info.rank]
     beside = [each for each in cluster.places if hosts[each.machine] == hosts[place.machine]]
-    if len({each.node.device.vendor for each in beside}) == 1:
+    if len({each.island for each in beside}) == 1:
         return info.local_rank
-    return [each.rank for each in beside if each.node.device.vendor == place.node.device.vendor].index(info.rank)
+    return [each.rank for each in beside if each.island == place.island].index(info.rank)
 
 
 def _check_size(cluster: ClusterSpec, info: LaunchInfo) -> None:

@@ -145,7 +145,7 @@ def _srun_environment(cluster: ClusterSpec) -> dict[str, str]:
 def _batch_script(job: Path, cluster: ClusterSpec, extra: Sequence[str]) -> str:
     """A script of one component per node entry; on the first node of the first it starts srun over all of them."""
     hosts = [host for node in cluster.nodes for host in node.hosts or ()]
-    whole = [host for node in cluster.nodes if node.unnamed_device.vendor != "cpu" for host in node.hosts or ()]
+    whole = [host for node in cluster.nodes if node.device.vendor != "cpu" for host in node.hosts or ()]
     if twice := [host for host in whole if hosts.count(host) > 1]:
         raise BadInput(
             f"machine '{twice[0]}' is among the hosts of two nodes, and Slurm gives it to one of them whole; name it once, or use "
@@ -156,7 +156,7 @@ def _batch_script(job: Path, cluster: ClusterSpec, extra: Sequence[str]) -> str:
         lines.append(f"#SBATCH --nodes=1 --ntasks={cluster.size}")
     for index, node in enumerate(() if is_local(cluster) else cluster.nodes):
         tasks = [*_tasks(node), f"--ntasks-per-node={node.accelerators}"]
-        if node.unnamed_device.vendor != "cpu":
+        if node.device.vendor != "cpu":
             # Without the whole node Slurm gives a task one core.
             tasks += [f"--gpus-per-node={node.accelerators}", "--exclusive"]
         if node.hosts is not None:
@@ -205,8 +205,7 @@ def hosts_of(node: NodeSpec) -> tuple[str, ...]:
 def is_local(cluster: ClusterSpec) -> bool:
     """Whether all nodes are this machine: emulated ones, and CPU nodes with neither hosts nor an environment of their own."""
     return cluster.emulated or all(
-        node.hosts is None and node.environment is None and node.unnamed_device.vendor == "cpu"
-        for node in cluster.nodes
+        node.hosts is None and node.environment is None and node.device.vendor == "cpu" for node in cluster.nodes
     )
 
 

@@ -114,7 +114,7 @@ def tell_apart(cluster: ClusterSpec, classes: Sequence[int], mark: str = MARK) -
     nodes = []
     for (machine, number), group in groupby(cluster.places, key=lambda place: (place.machine, classes[place.rank])):
         places = list(group)
-        node, device = places[0].node, places[0].node.unnamed_device
+        node, device = places[0].node, places[0].node.device
         name = device.name if number == 0 else f"{device.name}{mark}{number}"
         nodes.append(
             node.replace(

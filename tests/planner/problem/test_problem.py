@@ -21,6 +21,7 @@ REGIONS = {"regions": {"names": ["x", "y"], "of_node": {"a": "x", "b": "y"}, "gb
         ({}, {}, 1),
         ({"accelerators": 2}, {}, 2),
         ({"reserved_memory_gb": 1}, {}, 2),
+        ({"host_memory_gb": 64}, {}, 2),
         ({"gbps_per_nic": 50}, {}, 2),
         ({}, RACKS, 2),
         ({}, REGIONS, 2),

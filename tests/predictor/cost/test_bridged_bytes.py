@@ -55,7 +55,7 @@ def network(sizes: Sequence[int]) -> Network:
 
 def of_island(found: Network, group: Group, operation: Operation, island: str) -> Exchanged:
     """As priced, of all its machines."""
-    machines = [machine for machine, _ in group.machines if found.machines[machine].device.vendor == island]
+    machines = [machine for machine, _ in group.machines if found.machines[machine].island == island]
     return together(group.exchanged(operation, island, machine) for machine in machines)
 
 
@@ -80,7 +80,7 @@ def test_what_leaves_an_islands_places_is_what_it_sends(sizes: tuple[int, ...], 
     """Every machine a place of its own: what they send each other is in sum what their islands exchange."""
     found = network(sizes)
     group = found.group(range(sum(sizes)))
-    place_of = {machine: (found.machines[machine].device.vendor, str(machine)) for machine, _ in group.machines}
+    place_of = {machine: (found.machines[machine].island, str(machine)) for machine, _ in group.machines}
     between = group.exchanged_between(operation, place_of)
     for island, _ in group.islands:
         own = {place for vendor, place in place_of.values() if vendor == island}
@@ -111,7 +111,7 @@ def test_ranks_that_own_more_than_their_islands_others_exchange_more(
     ranges, found = from_sizes(elements), network(sizes)
     group = found.group(range(len(elements)), dict(enumerate(elements)))
     routed = exchanged(islands_of(sizes), ranges, operation)
-    place_of = {machine: (found.machines[machine].device.vendor, str(machine)) for machine, _ in group.machines}
+    place_of = {machine: (found.machines[machine].island, str(machine)) for machine, _ in group.machines}
     between = group.exchanged_between(operation, place_of)
     for machine, (island, place) in place_of.items():
         of_ranks = [own for own, at in zip(routed, found.places, strict=True) if at.machine == machine]

@@ -52,11 +52,8 @@ class Rings:
 
     def rank_fractions(self, replica: ReplicaSpec) -> list[float]:
         """Each rank's fraction of heads, columns and vocabulary."""
-        tp = self.tensor_parallel(replica)
-        if replica.tensor_shares is None:
-            return [1.0 / tp] * replica.tp
-        whole = sum(replica.tensor_shares)
-        return [share / whole for share in replica.tensor_shares]
+        uneven = replica.uneven_shares
+        return [1.0 / self.tensor_parallel(replica)] * replica.tp if uneven is None else list(uneven)
 
     @memoized
     def pieces(self, stage: int) -> list[Piece]:
@@ -64,7 +61,7 @@ class Rings:
         replicas, cuts = self.layout.stages[stage].replicas, self._cuts(stage)
         ends = sorted({end for own in cuts.values() for end in own})
         at = {key: [sum(cut <= start for cut in own) for start in [0.0, *ends[:-1]]] for key, own in cuts.items()}
-        positions = [(replica, at[replica.tp, replica.tensor_shares]) for replica in replicas]
+        positions = [(replica, at[replica.tp, replica.uneven_shares]) for replica in replicas]
         return [
             Piece(tuple([replica.ranks[own[index]] for replica, own in positions]), *span)
             for index, span in enumerate(pairwise([0.0, *ends]))
@@ -73,7 +70,7 @@ class Rings:
     def _cuts(self, stage: int) -> dict[tuple[object, ...], list[float]]:
         """By degree and shares of a replica, where the part of each of its ranks ends."""
         return {
-            (own.tp, own.tensor_shares): [round(end, 6) for end in accumulate(self.rank_fractions(own))]
+            (own.tp, own.uneven_shares): [round(end, 6) for end in accumulate(self.rank_fractions(own))]
             for own in self.layout.stages[stage].unlike_replicas
         }
 
@@ -115,11 +112,11 @@ class Rings:
         return max(max(self.rank_fractions(own)) for own in self.layout.stages[stage].unlike_replicas)
 
     def _sharing(self, stage: int, piece: int) -> float:
-        """How many such rings share a machine's interfaces at once, if all its accelerators are in one."""
+        """How many such rings share a machine's interfaces at once, if all its accelerators at work are in one."""
         own, group = self.layout.stages[stage], self.group(stage, piece)
-        even = own.cut_alike and own.replicas[0].tensor_shares is None  # then all send as much, without looking at each
+        even = own.cut_alike and own.replicas[0].uneven_shares is None  # then all send as much, without looking at each
         return max(1.0, min(
-            (self.network.machines[at].accelerators if even else self._at_once(stage)[at]) / count
+            (self.network.between.at_work(at) if even else self._at_once(stage)[at]) / count
             for at, count in group.machines
         ))  # fmt: skip
 
@@ -131,7 +128,7 @@ class Rings:
         for replica in self.layout.stages[stage].replicas:
             for rank, part in zip(replica.ranks, self.rank_fractions(replica), strict=True):
                 parts.setdefault(places[rank].machine, []).append(part / self._most(stage))
-        return {at: self.network.machines[at].accelerators * sum(own) / len(own) for at, own in parts.items()}
+        return {at: self.network.between.at_work(at) * sum(own) / len(own) for at, own in parts.items()}
 
     def seconds(self, stage: int, num_bytes: float, *, is_cut: bool = True) -> float:
         """Seconds of a reduce-scatter or an all-gather of what the stage's fullest rank holds, where nothing is sharded of
@@ -169,8 +166,8 @@ class Rings:
         own, pieces = self.layout.stages[stage], self.pieces(stage)
         if not own.zero or (not own.state_shares and own.cut_alike):
             return [{} for _ in pieces]
-        if not own.state_shares and any(replica.tensor_shares for replica in own.replicas):
-            sizes = [(piece.ranks, round(RESOLUTION * piece.part)) for piece in pieces]
+        if not own.state_shares and any(replica.uneven_shares for replica in own.replicas):
+            sizes = [(tuple(sorted(piece.ranks)), round(RESOLUTION * piece.part)) for piece in pieces]
             total = sum(size for _, size in sizes)
             return [{r: float(part) for r, part in own.items()} for own in owner_fractions(stage, sizes, total, {})]
         held = dict(
