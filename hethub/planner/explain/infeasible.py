@@ -51,9 +51,10 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
     )
     exceeded = [f"the memory (of which {reserve:.0%} stay free) of {devices}"] if devices else []
     if hosts:
+        assumed = any(node.host_memory_gb is None for node in problem.cluster.nodes)
         exceeded += [
-            f"the hosts' memory, which holds what is offloaded and a checkpoint's copy, of {hosts}; where the machines have more, "
-            "raise host_memory_gb of their nodes"
+            f"the hosts' memory, which holds what is offloaded and a checkpoint's copy, of {hosts}; where the machines have more"
+            f"{' than their accelerators, as is assumed' if assumed else ''}, raise host_memory_gb of their nodes"
         ]
     helps = [change.words for change in verified(problem)]
     return (

@@ -34,6 +34,7 @@ def test_more_of_nodes_with_host_names_are_a_remedy_too() -> None:
         "accelerators": 2,
         "count": 2,
         "hosts": ["a1", "a2"],
+        "host_memory_gb": 1024,
         "gbps_per_nic": 100,
     }
     cluster = ClusterSpec.model_validate({"name": "named", "nodes": [node]})
