@@ -2,7 +2,9 @@
 
 import threading
 import time
+from itertools import pairwise
 
+from hethub.communicator.joining.hub import HEARTBEAT_SECONDS
 from tests.faults.hub_job import check_alive
 
 
@@ -60,6 +62,28 @@ def test_a_rank_that_had_no_turn_does_not_call_the_hub_silent(job, monkeypatch):
         assert looked.wait(20)
         assert job.ranks[1].failure is None
     check_alive(job)
+
+
+def test_a_rank_to_which_the_hub_speaks_beats_no_less(job, monkeypatch):
+    """Its beats were up to two heartbeats apart, and under a short timeout silence is no longer than that."""
+    seconds, beats, done = [time.monotonic()], [], threading.Event()
+    connection = job.ranks[1]._connection
+    passed = iter([0.95 * HEARTBEAT_SECONDS, connection.socket.gettimeout()] * 3)  # one message came, then none
+
+    def read():
+        if (more := next(passed, None)) is None:
+            done.set()
+            time.sleep(0.1)
+        seconds[0] += more or 0.0
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: seconds[0])
+        patch.setattr(connection, "send", lambda **_: beats.append(seconds[0]))
+        patch.setattr(connection, "read", read)
+        assert done.wait(20)
+    assert len(beats) > 2
+    assert max(later - beat for beat, later in pairwise(beats)) <= 1.5 * HEARTBEAT_SECONDS
 
 
 def test_a_hub_that_leaves_says_so_and_one_that_falls_silent_is_named(job):
