@@ -119,11 +119,11 @@ class World:
 
     def gloo_group(self, timeout: timedelta) -> dist.ProcessGroup:
         """A new Gloo group of all ranks for a thread of its own; it fails with the world. Raises RunFailed where a rank
-        fails before all have connected."""
+        fails or leaves before all have connected."""
         everyone = list(range(self.size))
         with self.guard("connecting a group for another thread"):
             group = self._context.watch.liveness.unless_failed(
-                lambda: dist.new_group(everyone, backend="gloo", timeout=timeout)
+                lambda: dist.new_group(everyone, backend="gloo", timeout=timeout), everyone
             )
         self._context.release_with(group, group.group_name)
         self._context.watch_gloo(torch_private.gloo_of(group), self.rank, self.size, group.group_name)

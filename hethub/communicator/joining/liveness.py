@@ -61,7 +61,7 @@ class Liveness:
         if not told:
             raise RunFailed(f"rank {self._rank} ends because rank 0 did not say within {seconds:g} s who has come.")
 
-    def unless_failed(self, connect: Callable[[], T], members: Collection[int] = ()) -> T:
+    def unless_failed(self, connect: Callable[[], T], members: Collection[int]) -> T:
         """What `connect` gives. Raises RunFailed as `look_for` does: a library that connects waits for a rank that is gone,
         several times its timeout; it does so in a thread that is left to itself then."""
         made: futures.Future[T] = futures.Future()
@@ -94,7 +94,7 @@ class Liveness:
                     f"rank {self._rank} cannot make a group with rank {show_ranks(sorted(gone))}: it has destroyed its"
                     " default process group, or its program has ended."
                 )
-            if members and now - asked > HEARTBEAT_SECONDS:
+            if now - asked > HEARTBEAT_SECONDS:
                 asked = now
                 self._connection.send(type="who left")
 
