@@ -138,7 +138,7 @@ class Liveness:
         self._connection.close()
 
     def _run(self) -> None:
-        last_beat, looked = 0.0, time.monotonic()
+        last_beat, looked = 0.0, self._connection.heard
         messages: list[dict[str, Any]] | None = self._early
         while not self._closed:
             if messages is None:
