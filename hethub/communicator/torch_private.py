@@ -46,14 +46,20 @@ def create_gloo_group(
     """A Gloo group that torch's registry does not know, over the interface that has the address `hostname`.
 
     It leaves nothing in the store: its members connect here, not at their first messages, and the last one to have
-    read the others' addresses deletes them. Raises OSError where the process may not open as many files as that takes.
+    read the others' addresses deletes them. Raises DistError where they do not meet or cannot connect, and OSError where
+    the process may not open as many files as that takes.
     """
     require_descriptors(GLOO_DESCRIPTORS + GLOO_DESCRIPTORS_OF_A_PEER * size)
     options = GlooGroup._Options()
     make_device = partial(GlooGroup.create_device, hostname=hostname) if hostname else GlooGroup.create_default_device
     options._devices = [make_device(lazy_init=False)]
     options._timeout = timedelta(seconds=timeout_seconds)
-    group = GlooGroup(store, rank, size, options)
+    try:
+        group = GlooGroup(store, rank, size, options)
+    except dist.DistError:
+        raise
+    except RuntimeError as error:  # Gloo's own
+        raise dist.DistNetworkError(str(error)) from error
     delete_when_read(store, [f"0/{member}" for member in range(size)], size)
     _end_behind_gloo()
     return group

@@ -36,14 +36,15 @@ class Operation:
     group: str
     rank: int
     explainer: Explainer
+    peer: int | None = None
+    """The rank in the world with which a message is exchanged."""
 
-    def failed(self, error: BaseException, peer: int | None = None) -> Exception:
+    def failed(self, error: BaseException) -> Exception:
         """The error to raise for `error`: RunFailed naming the rank behind it, or bad input as it is."""
         if isinstance(error, BadInput | RunFailed):
             return error
         where = f"{self.name} in {self.group} failed on rank {self.rank}"
-        if isinstance(error, PeerError):
-            peer = error.peer
+        peer = error.peer if isinstance(error, PeerError) else self.peer
         cause = self.explainer.explain()
         reason = error.reason if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
         with_peer = f" with rank {peer}" if peer is not None else ""
@@ -153,7 +154,6 @@ class NativeWork(WaitedWork):
         operation: Operation,
         inner: Any,
         result: list[torch.Tensor],
-        peer: int | None = None,
         count: Callable[[float], None] | None = None,
     ) -> None:
         super().__init__()
@@ -161,7 +161,6 @@ class NativeWork(WaitedWork):
         self.operation = operation
         self._inner = inner
         self._result = result
-        self._peer = peer
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         start = time.perf_counter()
@@ -171,7 +170,7 @@ class NativeWork(WaitedWork):
             else:
                 self._inner.wait()
         except RuntimeError as error:
-            raise self.operation.failed(error, self._peer) from error
+            raise self.operation.failed(error) from error
         if self._count is not None:
             self._count(time.perf_counter() - start)
             self._count = None

@@ -119,11 +119,11 @@ class World:
 
     def gloo_group(self, timeout: timedelta) -> dist.ProcessGroup:
         """A new Gloo group of all ranks for a thread of its own; it fails with the world. Raises RunFailed where a rank
-        fails before all have connected."""
+        fails or leaves before all have connected."""
         everyone = list(range(self.size))
         with self.guard("connecting a group for another thread"):
             group = self._context.watch.liveness.unless_failed(
-                lambda: dist.new_group(everyone, backend="gloo", timeout=timeout)
+                lambda: dist.new_group(everyone, backend="gloo", timeout=timeout), everyone
             )
         self._context.release_with(group, group.group_name)
         self._context.watch_gloo(torch_private.gloo_of(group), self.rank, self.size, group.group_name)
@@ -135,12 +135,12 @@ class World:
         Messages of one direction are received in the order in which they are sent: between two devices of an island all,
         over the bridge those whose tags differ by a multiple of 4,096.
         """
-        operation = self._operation(f"send to rank {dst} (tag {tag})")
+        operation = self._operation(f"send to rank {dst} (tag {tag})", dst)
         return self._messages.send(tensor, dst, tag, operation)
 
     def receive(self, tensor: torch.Tensor, src: int, tag: int = 0) -> torch_private.WorkBase:
         """A Work that is done when `tensor` holds rank `src`'s message with `tag`; may be posted long before."""
-        operation = self._operation(f"receive from rank {src} (tag {tag})")
+        operation = self._operation(f"receive from rank {src} (tag {tag})", src)
         return self._messages.receive(tensor, src, tag, operation)
 
     def connect_messages(self, sends: Sequence[int], receives: Sequence[int]) -> None:
@@ -244,5 +244,6 @@ class World:
         self._context.close()
         dist.destroy_process_group()
 
-    def _operation(self, name: str) -> Operation:
-        return Operation(name=name, group=f"the world of {self.size} ranks", rank=self.rank, explainer=self._context)
+    def _operation(self, name: str, peer: int | None = None) -> Operation:
+        group = f"the world of {self.size} ranks"
+        return Operation(name=name, group=group, rank=self.rank, explainer=self._context, peer=peer)

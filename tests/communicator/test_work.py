@@ -278,9 +278,7 @@ def test_a_profilers_range_ends_before_the_operation():
     assert done == [False]
 
 
-def test_a_message_that_cannot_begin_names_its_peer_by_the_rank_in_the_world():
-    """Not by the place in its group, of which there are others in other groups."""
-
+def test_a_message_that_cannot_begin_names_its_peer():
     def closed(*given):
         raise RuntimeError("Connection closed by peer")
 
@@ -288,6 +286,13 @@ def test_a_message_that_cannot_begin_names_its_peer_by_the_rank_in_the_world():
         rank=4, islands=[[4], [7]], counters=Counters(), stager=lambda: SimpleNamespace(on_device=lambda tensor: False)
     )
     messages = PointToPoint(None, process, [4, 7], "a group")
-    operation = Operation(name="recv", group="a group", rank=4, explainer=Nobody())
+    operation = Operation(name="recv", group="a group", rank=4, explainer=Nobody(), peer=7)
     with pytest.raises(RunFailed, match="recv in a group failed on rank 4 with rank 7: "):
         messages._start(closed, torch.ones(1), torch.ones(1), 1, 0, operation)
+
+
+def test_a_message_given_up_at_a_timeout_of_its_own_names_its_peer():
+    operation = Operation(name="send", group="a group", rank=0, explainer=Nobody(), peer=3)
+    said = r"send in a group failed on rank 0 with rank 3: TimeoutError: Timed out after 0\.01 s"
+    with pytest.raises(RunFailed, match=said):
+        HethubWork(operation, [], Callbacks()).wait(timedelta(seconds=0.01))

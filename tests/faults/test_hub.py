@@ -262,11 +262,11 @@ def test_a_rank_that_never_comes_is_named_with_its_place():
 def test_a_failure_reaches_who_connects_and_who_asks_late(job):
     """What connects may wait for who is gone without end."""
     with pytest.raises(ZeroDivisionError):
-        job.ranks[0].unless_failed(lambda: 1 / 0)
-    assert job.ranks[0].unless_failed(lambda: 7) == 7
+        job.ranks[0].unless_failed(lambda: 1 / 0, [0, 1])
+    assert job.ranks[0].unless_failed(lambda: 7, [0, 1]) == 7
     job.ranks[1].report("failed: on purpose")
     with pytest.raises(RunFailed, match="rank 0 ends because rank 1 failed: on purpose"):
-        job.ranks[0].unless_failed(threading.Event().wait)
+        job.ranks[0].unless_failed(threading.Event().wait, [0, 1])
     heard = queue.SimpleQueue()
     job.ranks[0].when_failed(heard.put)
     assert str(heard.get(timeout=20)) == "rank 1 failed: on purpose"

@@ -1,9 +1,13 @@
 """Who is silent, and who only had no turn: ranks and the hub by each other's clocks."""
 
+import contextlib
 import threading
 import time
+from itertools import pairwise
 
-from tests.faults.hub_job import check_alive
+from hethub.communicator.joining.hub import HEARTBEAT_SECONDS
+from hethub.communicator.joining.liveness import Liveness
+from tests.faults.hub_job import Job, check_alive
 
 
 def test_a_hub_and_its_ranks_hear_each_other_without_news(job):
@@ -60,6 +64,46 @@ def test_a_rank_that_had_no_turn_does_not_call_the_hub_silent(job, monkeypatch):
         assert looked.wait(20)
         assert job.ranks[1].failure is None
     check_alive(job)
+
+
+def test_a_rank_that_stood_still_as_it_joined_does_not_call_the_hub_silent(monkeypatch):
+    """Its thread took the time between the hub's welcome and its own first turn for silence."""
+    clock, introduce, seconds = time.monotonic, Liveness._introduce, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + seconds[0])
+
+    def stands_still(rank, token):
+        introduce(rank, token)
+        seconds[0] += 1000.0
+
+    monkeypatch.setattr(Liveness, "_introduce", stands_still)
+    with contextlib.closing(Job()) as job:
+        ends, began, deadline = job.hub._ranks.values(), time.monotonic(), clock() + 20
+        while any(end.heard < began for end in ends):
+            assert clock() < deadline
+            time.sleep(0.01)
+        check_alive(job)
+
+
+def test_a_rank_to_which_the_hub_speaks_beats_no_less(job, monkeypatch):
+    """Its beats were up to two heartbeats apart, and under a short timeout silence is no longer than that."""
+    seconds, beats, done = [time.monotonic()], [], threading.Event()
+    connection = job.ranks[1]._connection
+    passed = iter([0.95 * HEARTBEAT_SECONDS, connection.socket.gettimeout()] * 3)  # one message came, then none
+
+    def read():
+        if (more := next(passed, None)) is None:
+            done.set()
+            time.sleep(0.1)
+        seconds[0] += more or 0.0
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: seconds[0])
+        patch.setattr(connection, "send", lambda **_: beats.append(seconds[0]))
+        patch.setattr(connection, "read", read)
+        assert done.wait(20)
+    assert len(beats) > 2
+    assert max(later - beat for beat, later in pairwise(beats)) <= 1.5 * HEARTBEAT_SECONDS
 
 
 def test_a_hub_that_leaves_says_so_and_one_that_falls_silent_is_named(job):

@@ -186,8 +186,8 @@ class PointToPoint:
         try:
             inner = move(pair, flat.view(torch.uint8), int(sends))
         except RuntimeError as error:
-            raise operation.failed(error, peer) from error
-        return NativeWork(operation, inner, [tensor], peer, self._counted(tensor, "send" if sends else "receive"))
+            raise operation.failed(error) from error
+        return NativeWork(operation, inner, [tensor], self._counted(tensor, "send" if sends else "receive"))
 
     # ---- over the bridge
 
@@ -270,9 +270,9 @@ class PointToPoint:
         try:
             inner = start(gloo, host, peer, tag)
         except RuntimeError as error:
-            raise operation.failed(error, world_rank) from error
+            raise operation.failed(error) from error
         if not sends or self._links is None:
-            return NativeWork(operation, inner, [tensor], world_rank, count)
+            return NativeWork(operation, inner, [tensor], count)
         # Gloo says that a message has left to who waits for it alone: a thread does, so that its tensor can be let go.
         work = HethubWork(operation, [tensor], self._process.callbacks)
         return self._sender(peer)[0].submit(Job(run=GlooTransfer(inner, host, world_rank).wait, work=work, count=count))
@@ -284,7 +284,7 @@ class PointToPoint:
             inner = self._gloo.recv_anysource([host], tag)
         except RuntimeError as error:
             raise operation.failed(error) from error
-        return NativeWork(operation, inner, [tensor], count=self._counted(tensor, "receive"))
+        return NativeWork(operation, inner, [tensor], self._counted(tensor, "receive"))
 
     def _send_staged(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> HethubWork:
         worker, stager = self._sender(peer)

@@ -43,7 +43,7 @@ def create_group(options: Any, given: Any) -> dist.ProcessGroup:
     default = torch_private.default_group()
     if default is not None:
         context = context_of(default)
-        with reaching(context.rank, context.watch.liveness):
+        with reaching(context.rank, context.watch.liveness, dist.DistError):
             return _make_group(context, options, is_default=False)
     context = given if isinstance(given, Context) else context_from_environment(options)
     with connecting(context.rendezvous):

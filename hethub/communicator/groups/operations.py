@@ -167,13 +167,13 @@ class GroupCore(torch_private.GroupBase):
         library = IslandLibrary(native, island, self._rank, device)
         return NativeLegs(self._bridge, library, device, self.context.dispatcher)
 
-    def _operation(self, name: str) -> Operation:
-        return Operation(name=name, group=self._label, rank=self.context.rank, explainer=self.context)
+    def _operation(self, name: str, peer: int | None = None) -> Operation:
+        return Operation(name=name, group=self._label, rank=self.context.rank, explainer=self.context, peer=peer)
 
     def _message(self, name: str, peer: int, written: Sequence[torch.Tensor] = ()) -> Operation:
         """A send or receive with a place in the group. Raises BadInput."""
         check_member(name, peer, self._size, written)
-        return self._operation(name)
+        return self._operation(name, self.members[peer])
 
     def _submit(
         self, name: str, job: Run, tensors: Tensors, opts: Any = None, chosen: Words | None = None

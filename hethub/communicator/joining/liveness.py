@@ -44,7 +44,7 @@ class Liveness:
         nonce = self._next_message()["nonce"]
         self._connection.send(rank=self._rank, proof=proof(token, nonce, self._rank), host=socket.gethostname())
         self._connection.host = str(self._next_message().get("host"))
-        self._connection.socket.settimeout(HEARTBEAT_SECONDS)
+        self._connection.socket.settimeout(HEARTBEAT_SECONDS / 2)  # as often as the hub looks
 
     def _next_message(self) -> dict[str, Any]:
         """The hub's next line; what has come behind it is kept."""
@@ -61,7 +61,7 @@ class Liveness:
         if not told:
             raise RunFailed(f"rank {self._rank} ends because rank 0 did not say within {seconds:g} s who has come.")
 
-    def unless_failed(self, connect: Callable[[], T], members: Collection[int] = ()) -> T:
+    def unless_failed(self, connect: Callable[[], T], members: Collection[int]) -> T:
         """What `connect` gives. Raises RunFailed as `look_for` does: a library that connects waits for a rank that is gone,
         several times its timeout; it does so in a thread that is left to itself then."""
         made: futures.Future[T] = futures.Future()
@@ -94,7 +94,7 @@ class Liveness:
                     f"rank {self._rank} cannot make a group with rank {show_ranks(sorted(gone))}: it has destroyed its"
                     " default process group, or its program has ended."
                 )
-            if members and now - asked > HEARTBEAT_SECONDS:
+            if now - asked > HEARTBEAT_SECONDS:
                 asked = now
                 self._connection.send(type="who left")
 
@@ -138,7 +138,7 @@ class Liveness:
         self._connection.close()
 
     def _run(self) -> None:
-        last_beat, looked = 0.0, time.monotonic()
+        last_beat, looked = 0.0, self._connection.heard
         messages: list[dict[str, Any]] | None = self._early
         while not self._closed:
             if messages is None:
@@ -148,7 +148,7 @@ class Liveness:
             for message in messages:
                 self._hear(message)
             now = time.monotonic()
-            if now - looked > 2 * HEARTBEAT_SECONDS:  # a read takes one at most: this process did not listen
+            if now - looked > HEARTBEAT_SECONDS:  # a read takes half of one: this process did not listen
                 self._connection.excuse(now - looked)
             looked = now
             silent = now - self._connection.heard

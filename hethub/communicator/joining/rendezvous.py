@@ -97,14 +97,17 @@ def exchange_last_words(store: dist.Store, rank: int, size: int, own: str) -> No
 
 
 @contextlib.contextmanager
-def reaching(rank: int, liveness: Liveness | None = None) -> Iterator[None]:
-    """The block, whose error of the store or of Gloo becomes RunFailed: the store is gone, or a rank has not come to what
-    all do, or has gone. What has failed is named where that is known."""
+def reaching(
+    rank: int, liveness: Liveness | None = None, failures: type[RuntimeError] = RuntimeError
+) -> Iterator[None]:
+    """The block, whose `failures` become RunFailed: the store is gone, or a rank has not come to what all do, or has gone.
+    What has failed is named where that is known. Of a block that does more than to ask a store, failures are DistError; a
+    FileStore's own errors are not."""
     try:
         yield
     except RunFailed:
         raise
-    except RuntimeError as error:
+    except failures as error:
         if liveness is not None:
             liveness.require_whole(NEWS_SECONDS)
         raise RunFailed(f"rank {rank} could not meet the other ranks: {_reason(error)}") from error

@@ -138,7 +138,6 @@ def deadline(seconds: float, rank: int, reason: str) -> Iterator[None]:
     """The block, which may stand in native calls that nothing interrupts: the process ends if it takes longer."""
 
     timer = threading.Timer(seconds, end_process, (rank, reason))
-    timer.daemon = True
     timer.start()
     try:
         yield

@@ -93,10 +93,9 @@ def _link(
 def _timed(world: World, members: Iterable[int], num_bytes: int, run: Callable[[Tensor], object]) -> float:
     """The median seconds of `run` on the slowest member, the same figure on every rank; others wait."""
     times = [0.0]
-    world.barrier()
     if world.rank in members:
         buffer = torch.zeros(num_bytes // 4, device=world.device.torch_device)
-        run(buffer)
+        run(buffer)  # from here on all members are there
         times = []
         for _ in range(REPEATS):
             start = perf_counter()

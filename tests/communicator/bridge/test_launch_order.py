@@ -70,7 +70,9 @@ def test_each_chunk_is_there_as_soon_as_it_is_launched() -> None:
 
 def test_a_turn_that_was_taken_in_vain_holds_nobody_up() -> None:
     dispatcher, launched = Dispatcher(choose_device(0, 1, kind="cpu")), []
-    dispatcher.take_turn().drop()
+    turn = dispatcher.take_turn()
+    turn.drop()
+    turn.leave()  # as who has it in a `with` does, too
     dropped = dispatcher.take_turn_of(lambda: launched.append("dropped") or [])
     dropped.drop()
     with dispatcher.take_turn():

@@ -7,8 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from hethub.communicator.context import Context
+from hethub.communicator.joining import liveness
 from hethub.spec.errors import RunFailed
-from tests.support.ranks import start_ranks
+from tests.support.ranks import start_ranks, values
 
 
 def make_a_group_in_vain(rank, store, ends):
@@ -77,3 +78,39 @@ def test_a_group_with_a_rank_that_has_left_is_not_waited_for(islands):
         assert outcomes[rank].error is None, outcomes[rank].traceback
         said = f"rank {rank} cannot make a group with rank 1: it has destroyed its default process group"
         assert outcomes[rank].value.startswith(said)
+
+
+def make_a_group_for_another_thread_with_one_that_left(world):
+    if world.rank == 1:
+        dist.destroy_process_group()
+        return None
+    liveness._LEAVING_SECONDS = 0.2
+    with pytest.raises(RunFailed) as raised:
+        world.gloo_group(timedelta(minutes=30))
+    return str(raised.value)
+
+
+def test_a_group_for_another_thread_does_not_wait_for_a_rank_that_has_left():
+    connect = {"islands": [[0], [1], [2]], "timeout_seconds": 60}
+    function = make_a_group_for_another_thread_with_one_that_left
+    outcomes = start_ranks(3, function, connect=connect, timeout_seconds=40)
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].traceback
+        assert outcomes[rank].value.startswith(f"rank {rank} cannot make a group with rank 1: it has destroyed")
+
+
+def refuse_memory(*_):
+    raise RuntimeError("out of memory")
+
+
+def make_a_group_without_memory(rank, store):
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    Context.stager = refuse_memory
+    with pytest.raises(RuntimeError) as raised:
+        dist.new_group([0, 1])
+    return str(raised.value)
+
+
+def test_what_else_may_fail_when_a_group_is_made_is_no_failed_meeting():
+    outcomes = start_ranks(2, make_a_group_without_memory, timeout_seconds=60, environment={"HETHUB_ISLANDS": "0|1"})
+    assert values(outcomes) == ["out of memory"] * 2
