@@ -34,12 +34,20 @@ def test_more_of_nodes_with_host_names_are_a_remedy_too() -> None:
         "accelerators": 2,
         "count": 2,
         "hosts": ["a1", "a2"],
-        "host_memory_gb": 1024,
         "gbps_per_nic": 100,
     }
-    cluster = ClusterSpec.model_validate({"name": "named", "nodes": [node]})
-    with pytest.raises(BadInput, match=r"\d more of node 'a'"):
-        plan(model, cluster, Batch(64, 64, "bf16"), with_bounds=False)
+    for host_memory_gb, said in (
+        (1024, r"\d more of node 'a'"),
+        (None, "more than their accelerators, as is assumed, raise"),
+    ):
+        nodes = [{**node, "host_memory_gb": host_memory_gb}]
+        with pytest.raises(BadInput, match=said):
+            plan(
+                model,
+                ClusterSpec.model_validate({"name": "named", "nodes": nodes}),
+                Batch(64, 64, "bf16"),
+                with_bounds=False,
+            )
 
 
 def test_host_memory_that_is_too_small_is_told_by_how_much_and_how_much_is_enough() -> None:
