@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "evidence"
 LATE_DEVICE = "tests/communicator/bridge/test_late_device.py"
 LATE_TRAINING = "tests/runtime/loop/test_late_device.py"
+LAWS = ["tests/predictor/pipeline/test_laws.py", "tests/predictor/pipeline/test_descriptions.py"]
 RANDOM_LAYOUTS = "tests/runtime/pipeline/test_random_layouts.py"
 RANDOM_CLUSTERS = "tests/synthesis/test_random_clusters.py"
 PLANNED = "tests/planner/test_plans_train.py"
@@ -50,7 +51,7 @@ PROOFS = {
     "memory": ["benchmarks/memory.py"],
     "planned-memory": ["benchmarks/memory.py", "--planned", "12", "--first", "1200"],
     "wire": ["benchmarks/wire.py"],
-    "laws": [*PYTEST, "-v", "-n", "2", "tests/predictor/pipeline/test_laws.py"],
+    "laws": [*PYTEST, "-v", "-n", "2", *LAWS],
     "late-device": [*PYTEST, "-q", LATE_DEVICE, "-k", "no_order"],
     "late-training": [*PYTEST, "-q", LATE_TRAINING, "-k", "equals"],
     "compilers": [*PYTEST, "-rA", "tests/kernels/test_compilers.py"],

@@ -63,7 +63,6 @@ def planned(
     schedule: ScheduleName = "1f1b",
     precision: str = "bf16",
     unused: Sequence[int] = (),
-    micro_batch: int = 1,
 ) -> Layout:
     """Of stages that share the tiny model's layers evenly, whose replicas are named by their ranks."""
     each = TINY.layers // len(stages)
@@ -71,7 +70,7 @@ def planned(
         {
             **stage,
             "layers": [[each * i, each * i + each]],
-            "replicas": [{"ranks": ranks, "samples": 2, "micro_batch": micro_batch} for ranks in stage["replicas"]],
+            "replicas": [{"ranks": ranks, "samples": 2, "micro_batch": 1} for ranks in stage["replicas"]],
         }
         for i, stage in enumerate(stages)
     ]
@@ -112,16 +111,6 @@ def test_the_island_that_ranks_count_to_does_not_change_how_they_compute(name: s
     check_same(first, last)
 
 
-def test_messages_beside_rounds_are_those_that_are_sent() -> None:
-    """Equal replicas were taken to send to one neighbour, the first, however slow the others' ways are."""
-    stages = [{"replicas": [[0, 1], [2, 3]], "zero": 3}, {"replicas": [[4], [5]], "zero": 1}]
-    ends = [{"accelerator": "L4", "name": "fast"}, {"accelerator": "L4", "name": "slow", "gbps_per_nic": 0.1}]
-    one = on([{"accelerator": "L4", "count": 4}, *ends])
-    several = on([{"accelerator": "L4", "name": f"m{i}"} for i in range(4)] + ends)
-    costs = [PlanCosts(planned(cluster, *stages), HETHUB, packaged()) for cluster in (one, several)]
-    assert costs[0].microbatch(0, 0, 1) == costs[1].microbatch(0, 0, 1)
-
-
 def test_unused_ranks_take_no_part_of_a_link() -> None:
     """A plan that leaves half of a machine, or a machine of a rack, unused was priced as if all of it summed gradients."""
     racks = [{"name": name, "nodes": [node], "gbps": 0.1} for name, node in (("west", "n0"), ("east", "n1"))]
@@ -132,11 +121,3 @@ def test_unused_ranks_take_no_part_of_a_link() -> None:
     halves = planned(within, {**stage, "replicas": [[0], [2]]}, unused=[1, 3])
     assert seconds(beside) == pytest.approx(seconds(two), rel=1e-9)
     assert seconds(halves) == pytest.approx(seconds(two), rel=1e-9)
-
-
-@pytest.mark.parametrize(("zero", "offload"), [(1, ["parameters"]), (2, []), (3, [])])
-def test_a_single_microbatch_takes_as_long_under_gpipe_as_under_1f1b(zero: int, offload: list[str]) -> None:
-    """What a backward right behind its forward finds there was brought once more under gpipe: up to 8 % longer."""
-    cluster, stage = on([{"accelerator": "L4"}] * 2), {"replicas": [[0], [1]], "zero": zero, "offload": offload}
-    names: list[ScheduleName] = ["gpipe", "1f1b"]
-    check_same(*(planned(cluster, stage, schedule=name, micro_batch=2) for name in names))

@@ -170,13 +170,9 @@ class StateCosts:
         """Seconds by which a step's first weights, which nothing hides, are later than other rounds': under 1F1B those have them
         still; else they come beside weight gradients put off, some as long as a forward, or the last layer's forward."""
         found, plan = self._by_layer(stage, ends, self.width)[0], self.layout.plan
-        if plan.schedule == "1f1b" or (plan.schedule == "gpipe" and self._goes_once(stage)):
+        if plan.schedule == "1f1b":
             return found
         return min(found, self._passes(stage, Portion(1, False, ends.last and not plan.defers_wgrad))[2])
-
-    def _goes_once(self, stage: int) -> bool:
-        """Whether a single microbatch, or round, goes forward and straight back: so schedules are alike."""
-        return all(load.num_microbatches == 1 for load in self.layout.loads[stage])
 
     def norms_seconds(self, stage: int, portion: Portion) -> float:
         """What a portion's norms add to a sum and to sending weights, by themselves; passes hide both."""
@@ -233,7 +229,7 @@ class StateCosts:
             )
         plan = self.layout.plan
         around = Round.of(passes, ends, gathers, reductions, messages, self.sums_under_way(stage))
-        turns = plan.num_chunks == 1 and (not plan.holds_all or self._goes_once(stage))
+        turns = not plan.holds_all and plan.num_chunks == 1
         return tuple([self._shown(stage, *each) for each in (around.turning() if turns else around.repeating())])
 
     def sums_under_way(self, stage: int) -> int:
