@@ -88,7 +88,7 @@ def plan(
         prediction=prediction,
         strategy=strategy,
         outlook=outlook,
-        best_on_point=None if best is fastest else _runner_up(fastest, best, outlooks),
+        best_on_point=_runner_up(fastest, best, outlooks) if fastest.seconds < best.seconds else None,
         runners_up=tuple(_runner_up(own, best, outlooks) for own in _others(incumbent, best, top)),
         not_searched=not_searched(strategy),
         homogeneous_parts=alone or (),
@@ -206,7 +206,7 @@ def _simplest(incumbent: Incumbent, outlooks: Outlooks, chosen: Evaluation, mean
 
 def _in_fewer_chunks(incumbent: Incumbent, chosen: Evaluation) -> list[Evaluation]:
     fewer = [own for own in incumbent.ranked if own.plan.num_chunks < chosen.plan.num_chunks]
-    alike = (own for own in fewer if abs(own.seconds - chosen.seconds) < ALIKE * chosen.seconds)
+    alike = (own for own in fewer if not (_is_longer(own, chosen) or _is_longer(chosen, own)))
     return sorted(alike, key=lambda own: own.plan.num_chunks)
 
 
@@ -221,8 +221,12 @@ def _offloading_less(incumbent: Incumbent, chosen: Evaluation) -> Iterator[Evalu
     stages = tuple(s if full & {*s.ranks} else b for s, b in zip(plan.stages, bare.stages, strict=True))
     if stages != plan.stages:
         own = incumbent.consider(replace(chosen.candidate, plan=plan.replace(stages=stages)))
-        if own is not None and own.fits and own.seconds < (1 + ALIKE) * chosen.seconds:
+        if own is not None and own.fits and not _is_longer(own, chosen):
             yield own
+
+
+def _is_longer(one: Evaluation, other: Evaluation) -> bool:
+    return one.seconds > (1 + ALIKE) * other.seconds
 
 
 def _unlike(incumbent: Incumbent, other: Evaluation) -> Iterator[Evaluation]:
