@@ -15,7 +15,8 @@ exhaustive  auto, inside the grid and with all that it may do, against the whole
 bounded     the same for N clusters of 6 accelerators, 8 layers (default 20): billions of points, all but a few left out
             by their bound
 
-All times of steps are predicted by hethub.predictor; nothing here runs on an accelerator.
+All times of steps are predicted by hethub.predictor; nothing here runs on an accelerator. Exits with 1 where a figure misses
+its bound.
 """
 
 import argparse
@@ -108,9 +109,13 @@ def with_ratio(cluster: ClusterSpec, model: ModelSpec, batch: Batch, wanted: flo
     return scaled(cluster, Scale(compute={name: high}))
 
 
+missed: list[str] = []
+
+
 def verdict(what: str, figure: float, bound: float, *, at_most: bool = False, unit: str = "") -> None:
-    """A line with a figure, its bound and whether it is kept."""
+    """A line with a figure, its bound and whether it is kept; what is not is among `missed`."""
     kept = figure <= bound if at_most else figure >= bound
+    missed.extend([] if kept else [what])
     sign = "at most" if at_most else "at least"
     print(f"{what}: {figure:.4g}{unit}, to reach {sign} {bound:g}{unit}: {'yes' if kept else 'MISSED'}", flush=True)
 
@@ -284,7 +289,7 @@ MODES: dict[str, Callable[[argparse.Namespace], None]] = {
 }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "modes", nargs="*", metavar="MODE", help=f"of {', '.join(MODES)}; the first four where none is named"
@@ -296,7 +301,8 @@ def main() -> None:
         parser.error(f"no mode {', '.join(sorted(unknown))}; there are {', '.join(MODES)}")
     for name in options.modes or ("hethub", "joint", "families", "times"):
         MODES[name](options)
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
