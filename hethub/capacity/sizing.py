@@ -4,13 +4,24 @@ Pure functions over an `Evaluator`, which answers what a cluster's best plan del
 room has the arithmetic.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations, pairwise, product
 from typing import Any
 
 from hethub.capacity.catalogue import cluster_of
-from hethub.capacity.options import LeftOut, Option, Question, mark_frontier, named, option_of, rank, spread_of, taken
+from hethub.capacity.options import (
+    LeftOut,
+    Meets,
+    Option,
+    Question,
+    mark_frontier,
+    named,
+    option_of,
+    rank,
+    spread_of,
+    taken,
+)
 from hethub.predictor.predict import Prediction
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.errors import BadInput
@@ -143,8 +154,18 @@ class _Search:
 
     def narrow(self, name: str) -> None:
         """Between two counts of a type of which one meets what was asked and the other does not, looks at those between
-        by halves; where no option is likely to, one that may counts."""
-        wanted = ("likely",) if any(option.meets == "likely" for option in self.options) else ("likely", "maybe")
+        by halves; where no option is likely to, one that may counts. Where none is within a budget, so for the fewest that
+        can train, which cost least."""
+        own = [option for option in self.options if set(option.nodes) == {name}]
+        if own and self.question.budget is not None and all(option.meets == "no" for option in own):
+            self._halve(name, ("likely", "maybe", "no"))
+        wanted: tuple[Meets, ...] = ("likely",)
+        if not any(option.meets == "likely" for option in self.options):
+            wanted = ("likely", "maybe")
+        self._halve(name, wanted)
+
+    def _halve(self, name: str, wanted: Sequence[Meets]) -> None:
+        """Looks for the counts of a type at which options that meet what was asked as is `wanted` begin and end."""
         met = {0: False} | {counts[name]: False for counts in self.seen if set(counts) == {name}}
         met |= {option.nodes[name]: option.meets in wanted for option in self.options if set(option.nodes) == {name}}
         for (low, begins), (high, ends) in pairwise(sorted(met.items())):

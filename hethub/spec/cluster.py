@@ -43,6 +43,8 @@ class NodeSpec(Spec):
 
     name: str  # of the machine or, with a count, of the group
     count: int = Field(default=1, ge=1)  # equal machines that this entry stands for
+    # A machine whose accelerators are of unlike speed: entries in a row that name the same one are its parts.
+    part_of: str | None = None
     accelerator: str | AcceleratorSpec  # a name of the catalogue, or a description in place
     accelerators: int = Field(ge=1)  # of one machine; each is a rank (an MI250X has two)
     # Emulates an island: the ranks are of this vendor whatever drives them (two "vendors" on one laptop's CPU).
@@ -268,6 +270,14 @@ class ClusterSpec(Spec):
                     f"{', '.join(unlike)}; give the one that is not the catalogue's a name of its own.",
                     *("nodes", place),
                 )
+        for parts in self._by_machine:
+            unlike = [key for key in _OF_MACHINES if len({getattr(part, key) for part in parts}) > 1]
+            if wrong := unlike or ["count above 1"] * (parts[0].part_of is not None and parts[0].count > 1):
+                raise BrokenRule(
+                    f"entries that are part_of '{parts[0].part_of}' are one machine, but have {', '.join(wrong)}; give them one "
+                    "count of 1, one vendor, and the same interfaces and host memory.",
+                    *("nodes", self.nodes.index(parts[-1])),
+                )
         self.links.check_names(names)
         if self.size > MOST_ACCELERATORS:
             raise BrokenRule(
@@ -278,14 +288,30 @@ class ClusterSpec(Spec):
 
     @cached_property
     def machines(self) -> tuple[NodeSpec, ...]:
-        """The node type of every machine."""
-        return tuple(node for node in self.nodes for _ in range(node.count))
+        """The node type of every machine; of one that is in parts its first, with the accelerators of all."""
+        return tuple(
+            parts[0] if len(parts) == 1 else parts[0].unchecked(accelerators=sum(part.accelerators for part in parts))
+            for parts in self._by_machine
+        )
+
+    @cached_property
+    def _by_machine(self) -> list[tuple[NodeSpec, ...]]:
+        """The entries of every machine: the one that stands for it, or its parts."""
+        found: list[tuple[NodeSpec, ...]] = []
+        for node in self.nodes:
+            if found and node.part_of is not None and node.part_of == found[-1][0].part_of:
+                found[-1] += (node,)
+            else:
+                found += [(node,)] * node.count
+        return found
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
         """One entry per rank, in rank order."""
-        machines = enumerate(self.machines)
-        slots = [(machine, local, node) for machine, node in machines for local in range(node.accelerators)]
+        slots = []
+        for machine, parts in enumerate(self._by_machine):
+            nodes = [part for part in parts for _ in range(part.accelerators)]
+            slots += [(machine, local, node) for local, node in enumerate(nodes)]
         return tuple(Place(rank, *slot) for rank, slot in enumerate(slots))
 
     @property
@@ -307,6 +333,9 @@ class ClusterSpec(Spec):
         for place in self.places:
             islands.setdefault(place.island, []).append(place.rank)
         return {vendor: tuple(ranks) for vendor, ranks in islands.items()}
+
+
+_OF_MACHINES = ("count", "island", "nics", "gbps_per_nic", "host_memory_gb")  # what the parts of one have in common
 
 
 def _unlike_figures(one: AcceleratorSpec, other: AcceleratorSpec) -> list[str]:

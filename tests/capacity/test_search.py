@@ -91,6 +91,28 @@ def test_the_answer_is_the_best_of_all_whatever_nodes_add(evaluator: Any, asked:
     assert size(question, evaluator).options[0].nodes == best_of_all(question, evaluator).nodes
 
 
+@pytest.mark.parametrize("name", ["slow", "fast"])
+def test_what_the_deadline_finds_its_own_price_finds(name: str) -> None:
+    """Three nodes are the fewest that hold the model, and cost least: of 2 and 4, neither was within the budget, and the
+    answer was none."""
+
+    def heavy(on: ClusterSpec) -> Any:
+        if sum(node.count for node in on.nodes) < 3:
+            raise BadInput("no plan fits.")
+        found = evaluate(on)
+        found.tokens_per_second *= 0.6 ** sum(node.count for node in on.nodes)
+        return found
+
+    catalogue = CATALOGUE.replace(nodes=tuple(node for node in CATALOGUE.nodes if node.name == name))
+    asked = Question(catalogue=catalogue, tokens=800 * 8 * 86400 * 10, deadline_days=1000.0)
+    cheapest = size(asked, heavy).options[0]
+    assert cheapest.cost is not None
+    most = cheapest.cost * cheapest.days_interval[1] / cheapest.days
+    found = size(Question(catalogue=catalogue, tokens=asked.tokens, budget=most * (1 + 1e-9)), heavy).options[0]
+    assert cheapest.nodes == found.nodes == {name: 3}
+    assert found.meets == "likely"
+
+
 @pytest.mark.parametrize("priced", [True, False])
 def test_where_the_answer_is_the_best_nothing_may_be_better(priced: bool) -> None:
     """Two slow nodes beside what is owned are the cheapest and the smallest: what a node adds is without what is owned."""

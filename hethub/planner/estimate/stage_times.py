@@ -40,7 +40,8 @@ class StageTimes:
     def __init__(self, problem: Problem, costs: UnitCosts) -> None:
         self.problem, self.costs = problem, costs
         devices, fit = [device_type.accelerator for device_type in problem.device_types], costs.network.fit
-        nodes = [problem.cluster.places[device_type.ranks[0]].node for device_type in problem.device_types]
+        firsts = [problem.cluster.places[device_type.ranks[0]] for device_type in problem.device_types]
+        nodes = [problem.cluster.machines[place.machine] for place in firsts]
         per_host = problem.cluster.links.staging.per_host_gbytes_per_second
         real = not problem.cluster.emulated
         on_cpu = np.array([real and is_cpu(device) for device in devices])

@@ -72,7 +72,7 @@ class Network:
     @cached_property
     def _all_joined(self) -> bool:
         """Whether in every machine the links reach from each accelerator to each other, as in most."""
-        return all(self.node_links(node).joins(range(node.accelerators)) for node in self.cluster.nodes)
+        return all(self.node_links(node).joins(range(node.accelerators)) for node in self.machines)
 
     def node_links(self, node: NodeSpec) -> NodeLinks:
         """The links inside a node."""

@@ -128,6 +128,6 @@ class BetweenMachines:
             assert isinstance(resource.owner, tuple)
             return self._region(self.regions, node) == resource.owner[0]
 
-        machines = sum(node.count for node in self.cluster.nodes if is_behind(node))
+        machines = sum(map(is_behind, self.machines))
         machines -= sum(not self.at_work(own) and is_behind(self.machines[own]) for own in self._unused)
         return machines / sum(is_behind(self.machines[machine]) for machine, _ in group.machines)

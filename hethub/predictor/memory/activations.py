@@ -8,7 +8,7 @@ from hethub.predictor.cost.constants import NARROW
 from hethub.predictor.cost.software import Software
 from hethub.predictor.memory.parameters import RankWidths
 from hethub.spec.layout.bind import Assignment, Layout
-from hethub.spec.layout.execution import Kind, actor_order, deferred_wgrad
+from hethub.spec.layout.execution import Kind, actor_order
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Recompute
 from hethub.spec.schedule.orders import NO_MICROBATCH
@@ -84,7 +84,7 @@ def _held(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[lis
     later = 0
     if layout.plan.defers_wgrad:  # forwards go on while weight gradients are put off
         num_microbatches = layout.loads[assignment.stage][actor].num_microbatches
-        later = min(deferred_wgrad(layout, assignment.stage, actor), num_microbatches - in_flight) * spec.micro_batch
+        later = min(layout.deferred_wgrad[assignment.stage][actor], num_microbatches - in_flight) * spec.micro_batch
     return [float(min(in_flight * spec.micro_batch + later, spec.samples) - later)], [float(later)]
 
 

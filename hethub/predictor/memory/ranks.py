@@ -127,8 +127,7 @@ def _held_by_hosts(cluster: ClusterSpec, used: Sequence[RankMemory]) -> list[tup
     held: Counter[int] = Counter()
     for entry in used:
         held[cluster.places[entry.rank].machine] += entry.host_bytes
-    nodes = {place.machine: place.node for place in cluster.places}
-    return [(nodes[machine], own) for machine, own in held.items()]
+    return [(cluster.machines[machine], own) for machine, own in held.items()]
 
 
 class AssumedHost(NamedTuple):
@@ -149,9 +148,11 @@ class AssumedHost(NamedTuple):
 
 def assumed_hosts(layout: Layout, used: Sequence[RankMemory]) -> tuple[AssumedHost, ...]:
     """Where a plan's answer rests on a guess of host memory."""
-    offloading = {layout.cluster.places[r].node.name for own in layout.stages if own.offload for r in own.ranks}
+    cluster = layout.cluster
+    ranks = (rank for own in layout.stages if own.offload for rank in own.ranks)
+    offloading = {cluster.machines[cluster.places[rank].machine].name for rank in ranks}
     most: dict[str, AssumedHost] = {}
-    for node, held in _held_by_hosts(layout.cluster, used) if offloading else ():
+    for node, held in _held_by_hosts(cluster, used) if offloading else ():
         if node.name in offloading and node.host_memory_gb is None:
             before = most.get(node.name, (node.name, 0, 0))[1]
             most[node.name] = AssumedHost(node.name, max(before, held), node.host_memory_bytes)

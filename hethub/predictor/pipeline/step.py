@@ -23,6 +23,7 @@ from hethub.predictor.pipeline.traffic.routes import Group
 from hethub.predictor.pipeline.wiring import Place, Wiring, Wirings
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import COLLECTIVE, Action, schedule
+from hethub.spec.schedule.in_flight import is_regular
 
 
 class Timed(NamedTuple):
@@ -58,8 +59,8 @@ def step_times(layout: Layout, costs: PlanCosts, full: bool = False, wirings: Wi
 
 def _step_times(wirings: Wirings, costs: PlanCosts, full: bool) -> StepTimes:
     layout = wirings.layout
-    if full:
-        return _replayed_times(wirings.whole(full), costs, full)
+    if full or (layout.plan.schedule == "interleaved" and not is_regular(layout.plan)):
+        return _replayed_times(wirings.whole(full), costs, full)  # one list of all replicas, in which equal ones differ
     if not costs.microbatches_alike:
         groups = copies(layout, costs)
         if len(groups) > 1:

@@ -22,22 +22,25 @@ TOLD = 1e-3  # of a step, beyond which stages that begin apart are all replayed
 
 
 class FoldedLayout(Layout):
-    """Some replicas of another layout's stages, each with `num_microbatches` microbatches, held as many at a time as
-    there."""
+    """Some replicas of another layout's stages, each with `num_microbatches` microbatches, held and put off as many at a
+    time as there."""
 
-    held: tuple[tuple[int, ...], ...]
+    held: list[list[int]]
+    later: list[list[int]]
 
     @staticmethod
     def of(layout: Layout, group: Group, num_microbatches: int | None) -> "FoldedLayout":
         """The layout of a group, with all its microbatches where `num_microbatches` is None."""
         plan = layout.plan.of_replicas(group, num_microbatches)
         folded = FoldedLayout(plan, layout.model, layout.cluster)
-        held = tuple(
-            tuple([layout.actor_limits[stage][layout.actor_of(stage, r)] for r in own])
-            for stage, own in enumerate(group)
-        )
-        object.__setattr__(folded, "held", held)
+        for name, figures in (("held", layout.actor_limits), ("later", layout.deferred_wgrad)):
+            own = [[figures[stage][layout.actor_of(stage, r)] for r in own] for stage, own in enumerate(group)]
+            object.__setattr__(folded, name, own)
         return folded
+
+    @cached_property
+    def deferred_wgrad(self) -> list[list[int]]:
+        return self.later
 
     @cached_property
     def actor_limits(self) -> list[list[int]]:

@@ -8,8 +8,7 @@ from statistics import median
 import torch
 
 import hethub
-from hethub.predictor.cost.links import Network
-from hethub.predictor.cost.profile import DeviceProfile, LinkTiming, ProfileSpec, smallest_micro_batch
+from hethub.predictor.cost.profile import DeviceProfile, ProfileSpec, smallest_micro_batch
 from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.model import ModelSpec
@@ -48,7 +47,6 @@ def combine(model: ModelSpec, cluster: ClusterSpec, curves: Sequence[DeviceProfi
         devices=tuple(
             own.replace(largest_micro_batch=smallest_micro_batch(alike[name])) for name, own in slowest.items()
         ),
-        links=_links_of_split(cluster, told),
     )  # fmt: skip
     how = "measured itself" if fresh else "remembers"
     lines = [
@@ -105,10 +103,8 @@ def tell_apart_as(cluster: ClusterSpec, before: ClusterSpec) -> ClusterSpec:
 
 
 def tell_apart(cluster: ClusterSpec, classes: Sequence[int], mark: str = MARK) -> ClusterSpec:
-    """The cluster in which ranks of class 1 and up have accelerators of other names; the order of ranks stays.
-
-    Parts of a machine that was split are priced as if its network joined them, where it has one.
-    """
+    """The cluster in which ranks of class 1 and up have accelerators of other names; the order of ranks stays, and which of
+    them share a machine."""
     if not any(classes):
         return cluster
     nodes = []
@@ -119,7 +115,7 @@ def tell_apart(cluster: ClusterSpec, classes: Sequence[int], mark: str = MARK) -
         nodes.append(
             node.replace(
                 name=f"{node.name}-{machine}-{places[0].local}", count=1, accelerators=len(places), hosts=None,
-                accelerator=device.replace(name=name), gbps_per_nic=node.gbps_per_nic or 8 * device.link_gbytes_per_second,
+                accelerator=device.replace(name=name), part_of=f"{node.name}-{machine}",
             )
         )  # fmt: skip
     links = cluster.links
@@ -144,20 +140,3 @@ def keep_forbidden(constraints: ConstraintsSpec, cluster: ClusterSpec) -> Constr
 
     pairs = (product(told_apart(one), told_apart(other)) for one, other in constraints.forbid)
     return constraints.replace(forbid=tuple(chain.from_iterable(pairs)))
-
-
-def _links_of_split(cluster: ClusterSpec, told: ClusterSpec) -> tuple[LinkTiming, ...]:
-    """Where one machine was split: between its parts there is the machine's own link, no network."""
-    machines = {place.machine for place in cluster.places}
-    inside = [place.rank for place in cluster.places if place.island == cluster.places[0].island]
-    if told is cluster or len(machines) > 1 or len(inside) < 2:
-        return ()
-    link = Network(cluster).link(inside[0], inside[1])
-    rate = 1e-9 / link.seconds_per_byte
-    return tuple(
-        LinkTiming(
-            level="between_nodes", operation=operation, latency_seconds=link.latency_seconds, gbytes_per_second=rate,
-            ranks=2 if operation == "send" else len(inside),
-        )
-        for operation in ("send", "all_reduce")
-    )  # fmt: skip

@@ -220,11 +220,20 @@ class Layout:
         return even_limits(self.plan) if is_even(self.plan) else in_flight_limits(self.plan)
 
     @cached_property
-    def samples_under_way(self) -> list[int]:
-        """Per stage, the samples that its actors may hold together before their backward."""
-        return [
+    def deferred_wgrad(self) -> list[list[int]]:
+        """Per stage and actor, microbatches whose weight gradients zero_bubble puts off: those that keep a stage's samples
+        under way at the fullest stage's.
+
+        Later stages hold fewer microbatches, so they have that much room, and their backwards come the sooner to those
+        before (arXiv 2401.10241, its schedule H1). A replica takes its share of the stage's samples.
+        """
+        under_way = [
             sum(limit * load.largest for limit, load in zip(limits, loads, strict=True))
             for limits, loads in zip(self.actor_limits, self.loads, strict=True)
+        ]
+        return [
+            [(max(under_way) - held) * load.samples // (self.plan.global_batch * load.largest) for load in loads]
+            for held, loads in zip(under_way, self.loads, strict=True)
         ]
 
     @cached_property

@@ -30,7 +30,6 @@ __all__ = [
     "actions",
     "actor_order",
     "check_executable",
-    "deferred_wgrad",
     "schedule",
 ]  # fmt: skip
 
@@ -59,20 +58,8 @@ def actor_order(layout: Layout, stage: int, actor: int) -> ActorOrder:
     num_microbatches = layout.loads[stage][actor].num_microbatches
     if layout.plan.goes_chunk_by_chunk:
         return chunk_by_chunk(num_microbatches, len(layout.chunks(stage)), layout.plan.steps_chunk_by_chunk)
-    later = deferred_wgrad(layout, stage, actor) if layout.plan.defers_wgrad else None
+    later = layout.deferred_wgrad[stage][actor] if layout.plan.defers_wgrad else None
     return pipelined(num_microbatches, layout.actor_limits[stage][actor], later)
-
-
-def deferred_wgrad(layout: Layout, stage: int, actor: int) -> int:
-    """Microbatches whose weight gradients zero_bubble puts off: those that keep a stage's samples under way at the
-    fullest stage's.
-
-    Later stages hold fewer microbatches, so they have that much room, and their backwards come the sooner to those
-    before (arXiv 2401.10241, its schedule H1). A replica takes its share of the stage's samples.
-    """
-    under_way = layout.samples_under_way
-    own = layout.loads[stage][actor]
-    return (max(under_way) - under_way[stage]) * own.samples // (layout.plan.global_batch * own.largest)
 
 
 def schedule(layout: Layout) -> dict[tuple[int, int], list[Action]]:

@@ -47,6 +47,29 @@ def test_told_apart_ranks_keep_their_place():
     assert tell_apart(CLUSTER, [0, 0, 0]) is CLUSTER
 
 
+@pytest.mark.parametrize("host_memory_gb", [None, 100.0])
+def test_a_machine_that_was_split_stays_one_machine(host_memory_gb):
+    """Its parts had a machine each: as many network interfaces and as much host memory, and the network between them."""
+    node = {**NODE, "accelerator": "L4", "gbps_per_nic": 10, "nics": 2, "host_memory_gb": host_memory_gb}
+    cluster = ClusterSpec.model_validate({"name": "two", "nodes": [{**node, "count": 2}]})
+    told = tell_apart(cluster, [0, 1, 0, 0, 0, 0])
+    assert [(p.machine, p.local) for p in told.places] == [(p.machine, p.local) for p in cluster.places]
+    assert [each.host_memory_bytes for each in told.machines] == [each.host_memory_bytes for each in cluster.machines]
+    for ranks in ([0, 2], [0, 1, 2], [0, 1, 3], range(6)):
+        networks = Network(told), Network(cluster)
+        assert len({each.all_reduce(each.group(ranks), 1e8, each.sharing(each.group(ranks))) for each in networks}) == 1
+    assert ClusterSpec.model_validate(told.to_dict()) == told
+
+
+def test_parts_of_a_machine_have_it_in_common():
+    parts = [{**NODE, "name": name, "part_of": "one"} for name in ("fast", "slow")]
+    for other in ({"nics": 2}, {"host_memory_gb": 8}, {"vendor": "amd"}):
+        with pytest.raises(ValueError, match="part_of 'one' are one machine"):
+            ClusterSpec.model_validate({"name": "two", "nodes": [parts[0], {**parts[1], **other}]})
+    with pytest.raises(ValueError, match="have count"):
+        ClusterSpec.model_validate({"name": "two", "nodes": [parts[0], {**parts[1], "count": 2}]})
+
+
 def test_what_is_forbidden_of_an_accelerator_is_of_those_told_apart_from_it():
     told = tell_apart(CLUSTER, [1, 0, 1])
     given = ConstraintsSpec(forbid=(("CPU-core", "amd"), ("H100", "cpu")))
@@ -57,10 +80,7 @@ def test_what_is_forbidden_of_an_accelerator_is_of_those_told_apart_from_it():
 def test_a_machine_that_was_split_keeps_its_own_links():
     found = combine(TINY, CLUSTER, [curve(3.0), curve(1.0), curve(1.0)], fresh=True)
     assert {device.accelerator for device in found.profile.devices} == {"CPU-core", "CPU-core~1"}
-    assert {link.operation for link in found.profile.links} == {"send", "all_reduce"}
-    assert Network(found.cluster, profile=found.profile).link(0, 1) == pytest.approx(Network(CLUSTER).link(0, 1))
-    (gbps,) = {node.gbps_per_nic for node in found.cluster.nodes}
-    assert gbps == 8 * CLUSTER.nodes[0].device.link_gbytes_per_second  # Gbit/s of what is told in GB/s
+    assert Network(found.cluster, profile=found.profile).path(0, 1) == Network(CLUSTER).path(0, 1)
     assert "rank 0 (CPU-core~1) measured itself: 3e+03 ms a layer and sample, largest micro-batch 8" in found.lines
 
 

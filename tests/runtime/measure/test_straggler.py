@@ -28,11 +28,13 @@ from hethub.runtime.measure.straggler import (
     planning_seconds,
     slowed,
 )
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import StragglerSpec, TrainSpec, load_job
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec, load_plan
 from tests.planner.test_profiled import profile
+from tests.predictor.plans import LLAMA_8B
 from tests.support.command import ranks
 from tests.support.emulated import layout
 from tests.support.job_files import plan, write_job
@@ -225,6 +227,23 @@ def job(folder, slowdown, steps=9, **more):  # one behind the second checkpoint:
         rehearsal={"slowdown": slowdown}, constraints={"pp": 1, "tp": 1},
         drift={"threshold": 0.2, "steps": 2}, checkpoint={"every_steps": 4, "keep": 2}, **more,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [0, 1, 7])
+def test_a_rank_as_fast_as_planned_changes_no_prediction(rank):
+    """Its machine counted as two or three that their network joins: the step was 14 times as long, and whatever plan
+    was found beside it gained as much."""
+    nodes = [{"name": "nv", "accelerator": "A100-SXM4-80GB", "accelerators": 8, "gbps_per_nic": 25}]
+    cluster = ClusterSpec.model_validate({"name": "one", "nodes": nodes})
+    replicas = [{"ranks": list(range(8)), "samples": 8, "micro_batch": 1}]
+    own = {
+        "model": LLAMA_8B.name, "cluster": "one", "global_batch": 8, "seq_len": 2048, "precision": "bf16",
+        "stages": [{"layers": [[0, LLAMA_8B.layers]], "replicas": replicas}],
+    }  # fmt: skip
+    present = bind(PlanSpec.model_validate(own), LLAMA_8B, cluster)
+    told, measured = slowed(present, None, {rank: 1.0}, HETHUB)
+    found = predict(bind(present.plan, LLAMA_8B, told), profile=measured)
+    assert found.step_seconds == pytest.approx(predict(present).step_seconds, rel=0.01)
 
 
 def test_where_the_only_slow_rank_is_well_again_a_plan_is_sought_for_ranks_as_planned(tmp_path):
