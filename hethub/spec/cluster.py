@@ -272,10 +272,11 @@ class ClusterSpec(Spec):
                 )
         for parts in self._by_machine:
             unlike = [key for key in _OF_MACHINES if len({getattr(part, key) for part in parts}) > 1]
-            if wrong := unlike or ["count above 1"] * (parts[0].part_of is not None and parts[0].count > 1):
+            if unlike or (parts[0].part_of is not None and parts[0].count > 1):
+                wrong = f"differ in {', '.join(unlike)}" if unlike else "have a count above 1"
                 raise BrokenRule(
-                    f"entries that are part_of '{parts[0].part_of}' are one machine, but have {', '.join(wrong)}; give them one "
-                    "count of 1, one vendor, and the same interfaces and host memory.",
+                    f"entries that are part_of '{parts[0].part_of}' are one machine, but {wrong}; give them a count of 1, one "
+                    "vendor, and the same interfaces and host memory.",
                     *("nodes", self.nodes.index(parts[-1])),
                 )
         self.links.check_names(names)

@@ -66,8 +66,10 @@ def test_parts_of_a_machine_have_it_in_common():
     for other in ({"nics": 2}, {"host_memory_gb": 8}, {"vendor": "amd"}):
         with pytest.raises(ValueError, match="part_of 'one' are one machine"):
             ClusterSpec.model_validate({"name": "two", "nodes": [parts[0], {**parts[1], **other}]})
-    with pytest.raises(ValueError, match="have count"):
+    with pytest.raises(ValueError, match="differ in count"):
         ClusterSpec.model_validate({"name": "two", "nodes": [parts[0], {**parts[1], "count": 2}]})
+    with pytest.raises(ValueError, match="have a count above 1"):
+        ClusterSpec.model_validate({"name": "two", "nodes": [{**parts[0], "count": 2}]})
 
 
 def test_what_is_forbidden_of_an_accelerator_is_of_those_told_apart_from_it():
