@@ -88,10 +88,15 @@ class NodeSpec(Spec):
         """The accelerator in full. Its vendor is who made it, and tells how it computes, whatever island it counts to."""
         return find_accelerator(self.accelerator) if isinstance(self.accelerator, str) else self.accelerator
 
-    @property
+    @cached_property
     def island(self) -> str:
         """The vendor that its ranks count as: what the node says, else the accelerator's."""
         return self.vendor or self.device.vendor
+
+    @property
+    def host_names(self) -> tuple[str, ...] | None:
+        """Of its machines, where the file says them: a machine in parts is called what these are part of."""
+        return (self.part_of,) if self.hosts is None and self.part_of is not None else self.hosts
 
     @property
     def usable_memory_bytes(self) -> int:
@@ -276,7 +281,7 @@ class ClusterSpec(Spec):
                 wrong = f"differ in {', '.join(unlike)}" if unlike else "have a count above 1"
                 raise BrokenRule(
                     f"entries that are part_of '{parts[0].part_of}' are one machine, but {wrong}; give them a count of 1, one "
-                    "vendor, and the same interfaces and host memory.",
+                    "vendor, and the same host, interfaces and host memory.",
                     *("nodes", self.nodes.index(parts[-1])),
                 )
         self.links.check_names(names)
@@ -336,11 +341,12 @@ class ClusterSpec(Spec):
         return {vendor: tuple(ranks) for vendor, ranks in islands.items()}
 
 
-_OF_MACHINES = ("count", "island", "nics", "gbps_per_nic", "host_memory_gb")  # what the parts of one have in common
+# What the parts of a machine have in common.
+_OF_MACHINES = ("count", "island", "hosts", "nics", "gbps_per_nic", "host_memory_gb")
 
 
 def _unlike_figures(one: AcceleratorSpec, other: AcceleratorSpec) -> list[str]:
-    """The keys in which two accelerators differ, beside their vendor, which a node may give anew."""
+    """The keys in which two accelerators differ, beside who made them and where that is said."""
     if one is other:
         return []
     a, b = one.to_dict(), other.to_dict()

@@ -47,12 +47,12 @@ def _check_queues(device: Device, rank: int) -> None:
 
 
 def _local_rank(cluster: ClusterSpec, info: LaunchInfo) -> int:
-    """The rank's place among those that see the same devices: the launcher counts all of a host, and torch only one
-    maker's."""
-    hosts = [host for node in dict.fromkeys(cluster.machines) for host in node.hosts or (node.name,) * node.count]
+    """The rank's place among those that see the same devices: the launcher counts all of a host, or of an entry of the
+    cluster, and torch only one maker's."""
+    hosts = [host for node in dict.fromkeys(cluster.machines) for host in node.host_names or (node.name,) * node.count]
     place = cluster.places[info.rank]
     beside = [each for each in cluster.places if hosts[each.machine] == hosts[place.machine]]
-    if len({each.island for each in beside}) == 1:
+    if len({each.island for each in beside}) == 1 and place.node.part_of is None:
         return info.local_rank
     return [each.rank for each in beside if each.island == place.island].index(info.rank)
 

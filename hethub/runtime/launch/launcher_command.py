@@ -144,8 +144,8 @@ def _srun_environment(cluster: ClusterSpec) -> dict[str, str]:
 
 def _batch_script(job: Path, cluster: ClusterSpec, extra: Sequence[str]) -> str:
     """A script of one component per node entry; on the first node of the first it starts srun over all of them."""
-    hosts = [host for node in cluster.nodes for host in node.hosts or ()]
-    whole = [host for node in cluster.nodes if node.device.vendor != "cpu" for host in node.hosts or ()]
+    hosts = [host for node in cluster.nodes for host in node.host_names or ()]
+    whole = [host for node in cluster.nodes if node.device.vendor != "cpu" for host in node.host_names or ()]
     if twice := [host for host in whole if hosts.count(host) > 1]:
         raise BadInput(
             f"machine '{twice[0]}' is among the hosts of two nodes, and Slurm gives it to one of them whole; name it once, or use "
@@ -159,8 +159,8 @@ def _batch_script(job: Path, cluster: ClusterSpec, extra: Sequence[str]) -> str:
         if node.device.vendor != "cpu":
             # Without the whole node Slurm gives a task one core.
             tasks += [f"--gpus-per-node={node.accelerators}", "--exclusive"]
-        if node.hosts is not None:
-            tasks.append(f"--nodelist={','.join(node.hosts)}")
+        if node.host_names is not None:
+            tasks.append(f"--nodelist={','.join(node.host_names)}")
         lines += [*(("#SBATCH hetjob",) if index else ()), f"#SBATCH {' '.join(tasks)}"]
     lines.append(f"exec {shlex.join([*_hethub(cluster.nodes[0]), 'launch', str(job), '--with', 'srun', *extra])}")
     return "\n".join(lines) + "\n"
@@ -190,16 +190,16 @@ def _torchrun(cluster: ClusterSpec, train: Sequence[str]) -> list[Command]:
 
 def hosts_of(node: NodeSpec) -> tuple[str, ...]:
     """The host names of a node entry. Raises BadInput where it names none and is several machines, or has no host's name."""
-    if node.hosts is not None:
-        return node.hosts
-    if node.count > 1:
+    names = node.host_names
+    if names is None and node.count > 1:
         raise BadInput(
             f"node '{node.name}' stands for {node.count} machines, and starting on them needs their host names; give "
             f"`hosts: [{node.name}1, {node.name}2, …]` with one name per machine."
         )
-    if not is_host(node.name):
+    names = names or (node.name,)
+    if not all(map(is_host, names)):
         raise BadInput(f"node '{node.name}' has no name that a host could have; give its machine's as `hosts: [NAME]`.")
-    return (node.name,)
+    return names
 
 
 def is_local(cluster: ClusterSpec) -> bool:

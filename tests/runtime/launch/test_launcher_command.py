@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,35 @@ def test_on_a_machine_of_two_makers_a_rank_counts_its_own_makers_devices(
     info = LaunchInfo(rank=rank, size=12, local_rank=rank % 8, local_size=here, launcher="mpirun")
     open_device(cluster, info)
     assert asked == [local]
+
+
+IN_PARTS = ClusterSpec.model_validate(
+    {
+        "name": "two kinds in one box", "nodes": [
+            {"name": name, "accelerator": name, "accelerators": 2, "part_of": "box"} for name in ("RTX-4090", "RTX-3090")
+        ],
+    }
+)  # fmt: skip
+
+
+def test_the_parts_of_a_machine_are_started_on_it() -> None:
+    """By its name where its host is not given; the parts' own names are no hosts'."""
+    for host, cluster in {
+        "box": IN_PARTS,
+        "10.0.0.7": IN_PARTS.replace(nodes=tuple(node.replace(hosts=("10.0.0.7",)) for node in IN_PARTS.nodes)),
+    }.items():
+        (command,) = launch_commands(JOB, cluster, "mpirun")
+        assert " ".join(command.words).count(f"-n 2 --host {host}:2 ") == 2
+
+
+@pytest.mark.parametrize("counted", [range(4), (0, 1, 0, 1)], ids=["by host", "by entry"])
+def test_the_parts_of_a_machine_share_its_devices(counted: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm counts the ranks of each entry alone."""
+    asked: list[int] = []
+    monkeypatch.setattr(device, "choose_device", lambda *given, **kind: asked.append(given[0]) or Device(vendor="cpu"))
+    for rank, local in enumerate(counted):
+        open_device(IN_PARTS, LaunchInfo(rank=rank, size=4, local_rank=local, local_size=4, launcher="slurm"))
+    assert asked == [0, 1, 2, 3]
 
 
 def test_mpirun_starts_every_node_in_its_own_environment() -> None:
