@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
+from tests.communicator.stores import Leaving
 from tests.support.ranks import start_ranks, values
 
 
@@ -59,24 +60,14 @@ def test_a_gloo_group_leaves_nothing_in_the_store():
     assert values(start_ranks(2, keys_of_a_group, timeout_seconds=30)) == [[], []]
 
 
-class Leaving(dist.Store):
-    """The store of a member that goes as soon as it has said where it listens."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def set(self, key, value):
-        self.inner.set(key, value)
-
-    def wait(self, *_):
-        raise RuntimeError("gone")
-
-
 def test_a_gloo_group_that_cannot_connect_says_so_by_its_errors_type():
     """Gloo's own, RuntimeError, may be anything's."""
+
+    def leave():
+        raise RuntimeError("gone")
+
     store = dist.HashStore()
-    for each, said in (Leaving(store), "gone"), (store, "connectFullMesh failed"):
+    for each, said in (Leaving(store, leave), "gone"), (store, "connectFullMesh failed"):
         with pytest.raises(dist.DistNetworkError, match=said):
             torch_private.create_gloo_group(each, int(each is not store), 2, 0.1, "127.0.0.1")
 

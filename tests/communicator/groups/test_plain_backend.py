@@ -18,6 +18,7 @@ from hethub.communicator.groups import backend
 from hethub.communicator.groups.backend import context_of
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput, RunFailed
+from tests.communicator.stores import Leaving
 from tests.support.hosts.namespaces import ADDRESSES, namespaces, why_no_namespaces
 from tests.support.ranks import start_ranks, values
 
@@ -257,24 +258,10 @@ def test_a_rank_that_fails_while_the_ranks_connect_is_named_at_once(error, said)
         assert seconds < 15
 
 
-class Leaving(dist.Store):
-    """The store of a rank that is gone as soon as it has said where it listens."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def set(self, key, value):
-        self.inner.set(key, value)
-
-    def wait(self, *_):
-        os._exit(9)
-
-
 def connect_without_one(rank, store):
     connect = torch_private.create_gloo_group
     if rank == 1:
-        torch_private.create_gloo_group = lambda store, *more: connect(Leaving(store), *more)
+        torch_private.create_gloo_group = lambda store, *more: connect(Leaving(store, lambda: os._exit(9)), *more)
     with pytest.raises(RunFailed) as failed:
         dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
     return str(failed.value)
