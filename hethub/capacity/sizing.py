@@ -156,7 +156,7 @@ class _Search:
         """Between two counts of a type of which one meets what was asked and the other does not, looks at those between
         by halves; where no option is likely to, one that may counts. Where none is within a budget, so for the fewest that
         can train, which cost least."""
-        own = [option for option in self.options if set(option.nodes) == {name}]
+        own = self._options_of(name)
         if own and self.question.budget is not None and all(option.meets == "no" for option in own):
             self._halve(name, ("likely", "maybe", "no"))
         wanted: tuple[Meets, ...] = ("likely",)
@@ -164,10 +164,14 @@ class _Search:
             wanted = ("likely", "maybe")
         self._halve(name, wanted)
 
+    def _options_of(self, name: str) -> list[Option]:
+        """Those of a type alone."""
+        return [option for option in self.options if set(option.nodes) == {name}]
+
     def _halve(self, name: str, wanted: Sequence[Meets]) -> None:
         """Looks for the counts of a type at which options that meet what was asked as is `wanted` begin and end."""
         met = {0: False} | {counts[name]: False for counts in self.seen if set(counts) == {name}}
-        met |= {option.nodes[name]: option.meets in wanted for option in self.options if set(option.nodes) == {name}}
+        met |= {option.nodes[name]: option.meets in wanted for option in self._options_of(name)}
         for (low, begins), (high, ends) in pairwise(sorted(met.items())):
             while begins != ends and high - low > 1:
                 middle = (low + high) // 2

@@ -6,7 +6,6 @@ from typing import Any
 
 from hethub.predictor.cost.constants import ASSUMED, Constants, packaged
 from hethub.predictor.cost.intervals import interval, width_of
-from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.operators import model_flops
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.resources import OF_RANKS, Resource
@@ -214,10 +213,8 @@ def with_staging(
             f"{ASSUMED['host_staged_gbytes_per_second']}; links.staging.gbytes_per_second of the cluster file says it"
         )
     direct = cluster.links.staging.replace(gbytes_per_second=1e5, per_host_gbytes_per_second=None)
-    network = Network(
-        cluster.replace(links=cluster.links.replace(staging=direct)), packaged(), profile, layout.plan.unused
-    )
-    costs = PlanCosts(layout, software, packaged(), profile, network=network)
+    links_of = cluster.replace(links=cluster.links.replace(staging=direct))
+    costs = PlanCosts(layout, software, packaged(), profile, links_of=links_of)
     without = min(prediction.step_seconds, step_times(layout, costs).seconds)
     limits = prediction.step_seconds > LIMITS * without
     return replace(prediction, staging=Staging(given, source, limits, without))

@@ -30,6 +30,10 @@ class Schedule(NamedTuple):
     steps_chunk_by_chunk: bool = False  # each chunk is stepped behind its backward, before that of the chunk above
     defers_wgrad: bool = False  # gradients of weights are actions of their own, behind their backwards
 
+    def allows(self, recompute: "Recompute") -> bool:
+        """What is put off needs what layers have computed, which a full recompute has thrown away."""
+        return not (self.defers_wgrad and recompute == "full")
+
 
 SCHEDULES: dict[ScheduleName, Schedule] = {
     "gpipe": Schedule(holds_all=True),

@@ -147,8 +147,8 @@ class Candidate:
     @property
     def is_executable(self) -> bool:
         """Whether the stages can do what the schedule asks of them: layers for all chunks, and something to put off."""
-        chunks = self.pattern.chunks
-        if self.pattern.defers_wgrad and any(stage.recompute == "full" for stage in self.stages):
+        schedule, chunks = self.pattern
+        if not all(SCHEDULES[schedule].allows(stage.recompute) for stage in self.stages):
             return False
         return chunks == 1 or all(stage.layers >= chunks for stage in self.stages)
 

@@ -104,8 +104,7 @@ def levels(problem: Problem, units: Units) -> tuple[int, ...]:
 
 
 def recomputes_under(schedule: ScheduleName, problem: Problem) -> list[Recompute]:
-    """Weights' gradients cannot be put off where what layers computed is thrown away."""
-    return [mode for mode in problem.recomputes if mode != "full" or not SCHEDULES[schedule].defers_wgrad]
+    return list(filter(SCHEDULES[schedule].allows, problem.recomputes))
 
 
 def count_options(problem: Problem, units: Units) -> float:

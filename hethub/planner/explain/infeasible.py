@@ -45,13 +45,11 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
         )
     reserve = problem.constraints.reserve
     devices = _listed((entry.accelerator, entry.bytes - int(entry.limit * (1 - reserve))) for entry in closest.memory)
-    hosts = _listed(
-        (f"x node '{node.name}'", held - node.host_memory_bytes)
-        for node, held in overfull_hosts(problem.cluster, closest.memory)
-    )
+    overfull = overfull_hosts(problem.cluster, closest.memory)
+    hosts = _listed((f"x node '{node.name}'", held - node.host_memory_bytes) for node, held in overfull)
     exceeded = [f"the memory (of which {reserve:.0%} stay free) of {devices}"] if devices else []
     if hosts:
-        assumed = any(node.host_memory_gb is None for node in problem.cluster.nodes)
+        assumed = any(node.host_memory_gb is None for node, _ in overfull)
         exceeded += [
             f"the hosts' memory, which holds what is offloaded and a checkpoint's copy, of {hosts}; where the machines have more"
             f"{' than their accelerators, as is assumed' if assumed else ''}, raise host_memory_gb of their nodes"
@@ -157,12 +155,12 @@ def _shorter(problem: Problem) -> Iterator[Change]:
 
 
 def _more_host_memory(problem: Problem) -> Iterator[Change]:
-    """Twice, four times, … the host memory of all nodes, where 64 times as much would do."""
+    """Twice, four times, … the host memory of all machines, where 64 times as much would do."""
+    machines, places = problem.cluster.machines, problem.cluster.places
+    has = {place.node.name: machines[place.machine].host_memory_bytes / 2**30 for place in places}
 
     def larger(times: int) -> Change:
-        nodes = [
-            node.unchecked(host_memory_gb=times * node.host_memory_bytes / 2**30) for node in problem.cluster.nodes
-        ]
+        nodes = [node.unchecked(host_memory_gb=times * has[node.name]) for node in problem.cluster.nodes]
         words = ", ".join(f"{node.host_memory_gb:g} of node '{node.name}'" for node in nodes)
         return Change(f"host_memory_gb {words}", problem.on(problem.cluster.unchecked(nodes=tuple(nodes))))
 

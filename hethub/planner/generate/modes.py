@@ -14,7 +14,7 @@ from hethub.planner.candidate.candidate import Candidate, Pattern
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import fitted
 from hethub.planner.problem.problem import Problem
-from hethub.spec.plan import Offload, Recompute
+from hethub.spec.plan import SCHEDULES, Offload, Recompute
 
 # Weights fetched for every pass cost more than the optimizer's state, which is fetched once.
 OFFLOADS: tuple[tuple[Offload, ...], ...] = (
@@ -73,7 +73,7 @@ def propose(
         for candidate in cuts
         for recompute in problem.recomputes
         for pattern in patterns(problem, candidate)
-        if not (pattern.defers_wgrad and recompute == "full")
+        if SCHEDULES[pattern.schedule].allows(recompute)
     ]
     shortest, ladder = limit_seconds, rungs(problem)
     reached: dict[_Line, list[Rung]] = {line: [] for line in lines}

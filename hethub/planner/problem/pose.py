@@ -125,7 +125,7 @@ def _of_modes(problem: Problem) -> Iterator[Contradiction]:
     """Schedule and recompute."""
     given = problem.constraints
     schedule = SCHEDULES[given.schedule or "1f1b"]
-    if schedule.defers_wgrad and given.recompute == "full":
+    if given.recompute and not schedule.allows(given.recompute):
         yield (f"schedule: {given.schedule}", "recompute: full, which leaves no weights' gradients to put off")
     if schedule.takes_chunks and problem.model.layers < 2 * (given.pp or 1):
         stages = f" with pp: {given.pp}" if given.pp else ""

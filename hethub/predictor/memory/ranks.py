@@ -22,6 +22,7 @@ from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
+from hethub.spec.plan import SCHEDULES
 
 COUNTED = ("weights", "gradients", "optimizer", "activations")
 
@@ -151,12 +152,12 @@ def assumed_hosts(layout: Layout, used: Sequence[RankMemory]) -> tuple[AssumedHo
     cluster = layout.cluster
     ranks = (rank for own in layout.stages if own.offload for rank in own.ranks)
     offloading = {cluster.machines[cluster.places[rank].machine].name for rank in ranks}
-    most: dict[str, AssumedHost] = {}
-    for node, held in _held_by_hosts(cluster, used) if offloading else ():
-        if node.name in offloading and node.host_memory_gb is None:
-            before = most.get(node.name, (node.name, 0, 0))[1]
-            most[node.name] = AssumedHost(node.name, max(before, held), node.host_memory_bytes)
-    return tuple(most.values())
+    found = [
+        AssumedHost(node.name, held, node.host_memory_bytes)
+        for node, held in (_held_by_hosts(cluster, used) if offloading else ())
+        if node.name in offloading and node.host_memory_gb is None
+    ]
+    return tuple({host.node: host for host in sorted(found)}.values())  # of a node's machines the one that holds most
 
 
 def all_fit(layout: Layout, used: Sequence[RankMemory], reserve: float) -> bool:
@@ -185,7 +186,7 @@ def _remedies(layout: Layout, rank: int, part: str) -> str:
             found = ["choose schedule 1f1b" + " and lower micro_batch" * (samples > 1)]
         else:
             found = ["lower in_flight"] * (some and plan.schedule != "interleaved") + [shorter]
-        found += ["set recompute: full"] * (stage.recompute != "full" and not plan.defers_wgrad)
+        found += ["set recompute: full"] * (stage.recompute != "full" and SCHEDULES[plan.schedule].allows("full"))
         found += ["offload activations"] * (part not in stage.offload)
     elif part == "logits":
         few = samples * layout.plan.seq_len <= LOSS_CHUNK_TOKENS

@@ -33,15 +33,15 @@ class PlanCosts:
         constants: Constants,
         profile: ProfileSpec | None = None,
         *,
-        network: Network | None = None,
+        links_of: ClusterSpec | None = None,
         like: "PlanCosts | None" = None,
     ) -> None:
-        """`network` is by default that of the layout's cluster. `like` are costs of the same plan with other figures of
-        cluster, constants or profile: what does not depend on figures is shared with them."""
+        """`links_of` has the links that count, by default those of the layout's cluster. `like` are costs of the same plan
+        with other figures of cluster, constants or profile: what does not depend on figures is shared with them."""
         self.layout, self.software, self.constants, self.profile = layout, software, constants, profile
         self.plan, self.model, self._like = layout.plan, layout.model, like
         self.width = element_bytes(software.math_precision(self.plan.precision))
-        self.network = network or Network(layout.cluster, constants, profile, layout.plan.unused)
+        self.network = Network(links_of or layout.cluster, constants, profile, layout.plan.unused)
         self.state = StateCosts(layout, software, self.network, self._shortest)
         shared = like.messages if like else None
         self.messages: Messages = Messages(layout, self.network, software, self._activation_bytes(1), shared)

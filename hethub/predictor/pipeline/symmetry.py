@@ -25,22 +25,26 @@ class FoldedLayout(Layout):
     """Some replicas of another layout's stages, each with `num_microbatches` microbatches, held and put off as many at a
     time as there."""
 
-    held: list[list[int]]
-    later: list[list[int]]
+    whole: Layout
+    group: Group
 
     @staticmethod
     def of(layout: Layout, group: Group, num_microbatches: int | None) -> "FoldedLayout":
         """The layout of a group, with all its microbatches where `num_microbatches` is None."""
         plan = layout.plan.of_replicas(group, num_microbatches)
         folded = FoldedLayout(plan, layout.model, layout.cluster)
-        for name, figures in (("held", layout.actor_limits), ("later", layout.deferred_wgrad)):
-            own = [[figures[stage][layout.actor_of(stage, r)] for r in own] for stage, own in enumerate(group)]
-            object.__setattr__(folded, name, own)
+        object.__setattr__(folded, "whole", layout)
+        object.__setattr__(folded, "group", group)
         return folded
+
+    def _as_there(self, figures: list[list[int]]) -> list[list[int]]:
+        """By stage and replica, what the whole layout has by stage and actor."""
+        actor_of = self.whole.actor_of
+        return [[figures[stage][actor_of(stage, r)] for r in own] for stage, own in enumerate(self.group)]
 
     @cached_property
     def deferred_wgrad(self) -> list[list[int]]:
-        return self.later
+        return self._as_there(self.whole.deferred_wgrad)
 
     @cached_property
     def actor_limits(self) -> list[list[int]]:
@@ -48,7 +52,7 @@ class FoldedLayout(Layout):
             return super().actor_limits
         return [
             [min(held, load.num_microbatches) for held, load in zip(own, loads, strict=False)]
-            for own, loads in zip(self.held, self.loads, strict=True)
+            for own, loads in zip(self._as_there(self.whole.actor_limits), self.loads, strict=True)
         ]
 
 

@@ -13,7 +13,7 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, asked_by
 from hethub.spec.layout.tensors import RankShares, rank_shares
 from hethub.spec.model import ModelSpec
-from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
+from hethub.spec.plan import SCHEDULES, PlanSpec, ReplicaSpec, StageSpec
 from hethub.spec.ranges import Range
 from hethub.spec.schedule.in_flight import even_limits, in_flight_limits, is_even, is_regular
 from hethub.spec.schedule.interleaved import interleave, interleave_regular, most_held
@@ -231,8 +231,9 @@ class Layout:
             sum(limit * load.largest for limit, load in zip(limits, loads, strict=True))
             for limits, loads in zip(self.actor_limits, self.loads, strict=True)
         ]
+        batch, fullest = self.plan.global_batch, max(under_way)
         return [
-            [(max(under_way) - held) * load.samples // (self.plan.global_batch * load.largest) for load in loads]
+            [(fullest - held) * load.samples // (batch * load.largest) for load in loads]
             for held, loads in zip(under_way, self.loads, strict=True)
         ]
 
@@ -390,7 +391,7 @@ def _check_schedule(layout: Layout) -> None:
             raise BadInput(
                 f"stages[{index}]: schedule {name} holds all microbatches at once, so in_flight has no meaning; remove it or choose 1f1b."
             )
-        if layout.plan.defers_wgrad and stage.recompute == "full":
+        if not SCHEDULES[name].allows(stage.recompute):
             raise BadInput(
                 f"stages[{index}]: schedule {name} puts weight gradients off, for which a microbatch keeps what its layers computed; "
                 "recompute: full has thrown that away. Set recompute to none or selective, or choose 1f1b."
