@@ -206,6 +206,11 @@ class LinksSpec(Spec):
         there = [(rack, tuple(name for name in rack.nodes if name in names)) for rack in self.racks]
         return self.replace(racks=tuple(rack.replace(nodes=nodes) for rack, nodes in there if nodes))
 
+    def place_of(self, node: str) -> dict[str, str | None]:
+        """A node's rack and region."""
+        rack = next((rack.name for rack in self.racks if node in rack.nodes), None)
+        return {"rack": rack, "region": self.regions and self.regions.of_node.get(node)}
+
     def check_names(self, names: list[str]) -> None:
         """Raises BrokenRule where racks and regions do not fit nodes of these names."""
         rack_of: dict[str, str] = {}
@@ -275,13 +280,16 @@ class ClusterSpec(Spec):
                     f"{', '.join(unlike)}; give the one that is not the catalogue's a name of its own.",
                     *("nodes", place),
                 )
-        for parts in self._by_machine:
-            unlike = [key for key in _OF_MACHINES if len({getattr(part, key) for part in parts}) > 1]
+        for parts in self.entries_of_machines:
+            figures = [
+                {key: getattr(part, key) for key in _OF_MACHINES} | self.links.place_of(part.name) for part in parts
+            ]
+            unlike = [key for key, value in figures[0].items() if any(other[key] != value for other in figures)]
             if unlike or (parts[0].part_of is not None and parts[0].count > 1):
                 wrong = f"differ in {', '.join(unlike)}" if unlike else "have a count above 1"
                 raise BrokenRule(
                     f"entries that are part_of '{parts[0].part_of}' are one machine, but {wrong}; give them a count of 1, one "
-                    "vendor, and the same host, interfaces and host memory.",
+                    "vendor, and the same host, interfaces, host memory, rack and region.",
                     *("nodes", self.nodes.index(parts[-1])),
                 )
         self.links.check_names(names)
@@ -297,11 +305,11 @@ class ClusterSpec(Spec):
         """The node type of every machine; of one that is in parts its first, with the accelerators of all."""
         return tuple(
             parts[0] if len(parts) == 1 else parts[0].unchecked(accelerators=sum(part.accelerators for part in parts))
-            for parts in self._by_machine
+            for parts in self.entries_of_machines
         )
 
     @cached_property
-    def _by_machine(self) -> list[tuple[NodeSpec, ...]]:
+    def entries_of_machines(self) -> list[tuple[NodeSpec, ...]]:
         """The entries of every machine: the one that stands for it, or its parts."""
         found: list[tuple[NodeSpec, ...]] = []
         for node in self.nodes:
@@ -315,7 +323,7 @@ class ClusterSpec(Spec):
     def places(self) -> tuple[Place, ...]:
         """One entry per rank, in rank order."""
         slots = []
-        for machine, parts in enumerate(self._by_machine):
+        for machine, parts in enumerate(self.entries_of_machines):
             nodes = [part for part in parts for _ in range(part.accelerators)]
             slots += [(machine, local, node) for local, node in enumerate(nodes)]
         return tuple(Place(rank, *slot) for rank, slot in enumerate(slots))

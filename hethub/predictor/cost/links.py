@@ -13,7 +13,7 @@ from math import log2
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.groups import Group, Operation, Owned
-from hethub.predictor.cost.node_links import NodeLinks
+from hethub.predictor.cost.node_links import NodeLinks, slowest
 from hethub.predictor.cost.profile import LinkTiming, ProfileSpec
 from hethub.predictor.cost.resources import IN, OF_RANKS, OUT, BetweenMachines, Link, Path, Resource, ends
 from hethub.spec.cluster import ClusterSpec, NodeSpec, Place
@@ -75,13 +75,17 @@ class Network:
         return all(self.node_links(node).joins(range(node.accelerators)) for node in self.machines)
 
     def node_links(self, node: NodeSpec) -> NodeLinks:
-        """The links inside a node."""
+        """The links inside a node; of a machine in parts those of its slowest part."""
         return self._node_links[node.name]
 
     @cached_property
     def _node_links(self) -> dict[str, NodeLinks]:
         given = self.cluster.links.in_node.gbytes_per_second
-        return {node.name: NodeLinks(node.device, given) for node in self.cluster.nodes}
+        return {
+            part.name: slowest([NodeLinks(own.device, given) for own in parts], self.fit)
+            for parts in dict.fromkeys(self.cluster.entries_of_machines)
+            for part in parts
+        }
 
     # -- messages
 

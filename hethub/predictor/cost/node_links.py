@@ -72,6 +72,11 @@ class NodeLinks:
         return self.given_gbytes_per_second or self.device.link_gbytes_per_second
 
 
+def slowest(links: Iterable[NodeLinks], fit: Mapping[str, float]) -> NodeLinks:
+    """The slowest between accelerators that they do not join, or if these are equally slow, that they do."""
+    return min(links, key=lambda own: [own.bytes_per_second(fit, joined=joined) for joined in (False, True)])
+
+
 @dataclass(frozen=True)
 class HostCopies:
     """Copies of a layout's state between accelerators and their hosts; where hosts limit, all of a machine that offload
