@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -128,18 +129,18 @@ def granted(limits: Callable[[], list[list[int]]]) -> list[list[int]] | str:
         return str(refusal)
 
 
-seconds = st.integers(0, 40).map(lambda n: n / 8)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data(), st.integers(1, 5), st.integers(1, 300))
-def test_steady_state_is_found_exactly(data, stages, num_microbatches):
-    """Any 1F1B pipeline: extrapolated from its steady state, and replayed action by action."""
-    draw = lambda n: tuple(data.draw(st.lists(seconds, min_size=n, max_size=n)))  # noqa: E731
-    chain = Chain(draw(stages), draw(stages), draw(stages - 1), draw(stages - 1), tuple(range(stages, 0, -1)))
+@settings(max_examples=100, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 12), st.integers(1, 300), st.sampled_from([0, 1, 5]))
+def test_a_steady_state_is_found_exactly(draw: Random, stages: int, num_microbatches: int, more: int) -> None:
+    """Any 1F1B pipeline: known from where it repeats, and replayed action by action. Stages of nearly one speed take long to
+    settle, and what was known from two short runs was up to 13 % too short."""
+    longest = draw.choice([0.0, 0.1, 1.0])
+    some = lambda n, least, most: tuple(draw.uniform(least, most) for _ in range(n))  # noqa: E731
+    held = tuple(stages - stage + (more if stage < stages - 1 else 0) for stage in range(stages))
+    chain = Chain(some(stages, 0.5, 1.0), some(stages, 1.0, 2.0), *(some(stages - 1, 0.0, longest) for _ in "du"), held)
     ends = replay(_task_graph(chain, num_microbatches))
     expected = [max(ends[2 * num_microbatches * s : 2 * num_microbatches * (s + 1)]) for s in range(stages)]
-    assert [e.last_backward_end for e in pipeline(chain, num_microbatches)] == pytest.approx(expected)
+    assert [e.last_backward_end for e in pipeline(chain, num_microbatches)] == pytest.approx(expected, rel=1e-9)
 
 
 def _task_graph(chain: Chain, m: int) -> TaskGraph:

@@ -7,9 +7,12 @@ the same figures, action by action.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from hethub.predictor.pipeline.replay import NONE, TaskGraph, idle_times, replay
+
+SAME = 1e-12  # of the seconds so far: rounding
 
 
 class Ends(NamedTuple):
@@ -33,28 +36,19 @@ class Chain(NamedTuple):
 
 def pipeline(chain: Chain, num_microbatches: int, watched: int | None = None) -> list[Ends]:
     """Per stage, the ends of 1F1B over `num_microbatches` equal microbatches; only the `watched` one's waits are
-    looked at.
-
-    A critical cycle through k stages repeats every k microbatches at most, so 60 microbatches are a whole number of
-    repeats for up to six stages; beyond, only cycles longer than that, made of transfers slower than compute, are
-    approximated.
-    """
-    stages = len(chain.forward)
-    period = 60 if stages <= 6 else 4
-    warm = 2 * stages + 2 * max(chain.in_flight)
-    if num_microbatches <= warm + 2 * period:
-        return _Run.begun(chain, num_microbatches).ends(num_microbatches, watched)
-    rest = num_microbatches - warm
-    base = warm + rest % period
-    # How many microbatches there are shows when no more go forward: until then the two are one.
-    shorter = _Run.begun(chain, base)
-    shorter.go_on(base - max(chain.in_flight), base)
-    longer = shorter.copy()
-    first, second = shorter.ends(base, watched), longer.ends(base + period, watched)
-    repeats = (num_microbatches - base) // period
+    looked at. Where the rounds begin to repeat, the rest of them is a multiplication; where they do not, all are run."""
+    run, held = _Run.begun(chain, num_microbatches), max(chain.in_flight)
+    period, seconds = run.go_on_until_it_repeats(num_microbatches - held, num_microbatches)
+    done = len(run.backwards[0])
+    repeats = (num_microbatches - held - done) // period if period else 0
+    later, waits = repeats * seconds, dict.fromkeys(range(len(chain.forward)), 0.0)
+    if repeats and watched is not None:
+        waits[watched] = repeats * sum(run.transfer_waits(watched)[-period:])
+    # How many microbatches there are shows when no more go forward, which no stage has come to.
+    shorter = run.ends(num_microbatches - repeats * period, watched)
     return [
-        Ends(*(a + repeats * (b - a) for a, b in zip(one, two, strict=True)))
-        for one, two in zip(first, second, strict=True)
+        Ends(own.last_backward_start + later, own.last_backward_end + later, own.transfer_wait_seconds + waits[stage])
+        for stage, own in enumerate(shorter)
     ]
 
 
@@ -86,16 +80,27 @@ class _Run(NamedTuple):
                 ready = [end + chain.down[stage] for end in run.forwards[stage]]
         return run
 
-    def copy(self) -> "_Run":
-        return _Run(self.chain, self.clock[:], *([own[:] for own in each] for each in (self.forwards, self.backwards)))
-
-    def go_on(self, num_backward: int, num_microbatches: int) -> None:
-        """Until so many of `num_microbatches` microbatches are backward: rounds, and from where none goes forward,
-        stage by stage."""
-        last_round = min(num_backward, num_microbatches - min(self.chain.in_flight))
-        self._go_round(last_round, num_microbatches)
-        if last_round < num_backward:
-            self._go_backward(num_backward)
+    def go_on_until_it_repeats(self, rounds: int, num_microbatches: int) -> tuple[int, float]:
+        """Rounds until they repeat every few and each time all stages are equally many seconds later: how many, and the
+        seconds; 0 where so many `rounds` do not. What comes then depends on nothing earlier than the forwards that a stage
+        has done and the next one has not."""
+        pending = 1 + max((a - b for a, b in pairwise(self.chain.in_flight)), default=0)
+        most, looked_at = len(self.clock), pending + 2 * len(self.clock)
+        while looked_at < rounds:
+            self._go_round(looked_at, num_microbatches)
+            now = [own[-pending:] for own in self.forwards]
+            for period in range(1, most + 1):
+                before = [own[-pending - period : -period] for own in self.forwards]
+                seconds = now[0][-1] - before[0][-1]
+                later = (
+                    end - (start + seconds)
+                    for own in zip(now, before, strict=True)
+                    for end, start in zip(*own, strict=True)
+                )
+                if all(abs(off) <= SAME * now[0][-1] for off in later):
+                    return period, seconds
+            looked_at += looked_at // 2
+        return 0, 0.0
 
     def _go_backward(self, num_backward: int) -> None:
         """So many microbatches backward, none forward."""
@@ -141,31 +146,34 @@ class _Run(NamedTuple):
                     own.append(now)
 
     def ends(self, num_microbatches: int, watched: int | None) -> list[Ends]:
-        """Per stage, when all microbatches are through."""
-        self.go_on(num_microbatches, num_microbatches)
+        """Per stage, when all microbatches are through: rounds, and from where none goes forward, stage by stage."""
+        self._go_round(num_microbatches - min(self.chain.in_flight), num_microbatches)
+        self._go_backward(num_microbatches)
         waits = [0.0] * len(self.clock)
         if watched is not None:
-            waits[watched] = self._transfer_waits(watched)
+            waits[watched] = sum(self.transfer_waits(watched))
         backward = self.chain.backward
         return [Ends(stop - spent, stop, wait) for stop, spent, wait in zip(self.clock, backward, waits, strict=True)]
 
-    def _transfer_waits(self, stage: int) -> float:
-        """Seconds that a stage stands idle while what it waits for is under way."""
+    def transfer_waits(self, stage: int) -> list[float]:
+        """By round, and before these by forward, seconds that a stage stands idle while what it waits for is under way."""
         chain, forwards, backwards = self.chain, self.forwards, self.backwards
-        limit, waits, last = chain.in_flight[stage], 0.0, len(self.clock) - 1
+        limit, found, last = chain.in_flight[stage], list[float](), len(self.clock) - 1
         now = chain.begins[stage] if chain.begins else 0.0
-        for microbatch in range(-limit, len(forwards[stage])):  # backward, and ahead of it by the limit one forward
+        for microbatch in range(-limit, len(backwards[stage])):  # backward, and ahead of it by the limit one forward
+            waited = 0.0
             if microbatch >= 0:
                 if stage < last:
                     under_way = chain.up[stage]
-                    waits += min(under_way, max(0.0, backwards[stage + 1][microbatch] + under_way - now))
+                    waited += min(under_way, max(0.0, backwards[stage + 1][microbatch] + under_way - now))
                 now = backwards[stage][microbatch]
-            if 0 <= microbatch + limit < len(forwards[stage]):
+            if microbatch + limit < len(forwards[stage]):
                 if stage:
                     under_way = chain.down[stage - 1]
-                    waits += min(under_way, max(0.0, forwards[stage - 1][microbatch + limit] + under_way - now))
+                    waited += min(under_way, max(0.0, forwards[stage - 1][microbatch + limit] + under_way - now))
                 now = forwards[stage][microbatch + limit]
-        return waits
+            found.append(waited)
+        return found
 
 
 def _served(ready: list[float], now: float, spent: float) -> list[float]:
