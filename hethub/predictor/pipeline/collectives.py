@@ -11,18 +11,20 @@ from hethub.predictor.pipeline.task_graph import Compute
 from hethub.predictor.pipeline.wiring import Place, StageNodes
 from hethub.spec.layout.execution import Kind
 
+ROUNDING = 1e-12
+
 
 class Collectives:
     """Wires the REDUCE, STEP and GATHER actions of a task graph, and adds the streams they wait for.
 
-    `shown[n]` are the seconds of communication that an actor waiting for node n sees at most; `optimizer_seconds` and
-    `gather_seconds` what each replica spends on its own steps and on new weights.
+    `optimizer_seconds` and `gather_seconds` are what each replica spends on its own steps and on new weights.
     """
 
     def __init__(self, costs: PlanCosts | FoldedCosts, compute: Compute) -> None:
         self.layout, self.costs = compute.layout, costs
         self.graph: TaskGraph = compute.graph
-        self.shown: dict[int, float] = {}
+        self._seconds: dict[int, float] = {}  # by node, of its communication
+        self._before: dict[int, int] = {}  # by node of a stream, the one before it
         self.optimizer_seconds: dict[Place, float] = dict.fromkeys(compute.runs, 0.0)
         self.gather_seconds = self.optimizer_seconds.copy()
         self.update_seconds: dict[int, float] = {}  # of each actor, from the norm to the end of its last update
@@ -40,6 +42,19 @@ class Collectives:
         for stage in stages:
             self._step_and_gather(stage)
 
+    def under_way(self, node: int, ends: list[float]) -> float | None:
+        """Seconds of communication that ended with a node, back to where its stream last stood still: as much of a wait for
+        it is for no other rank's compute. None where the node is no communication. `ends` are those of all nodes."""
+        if node not in self._seconds:
+            return None
+        found = self._seconds[node]
+        while (before := self._before.get(node)) is not None:
+            if ends[node] - self._seconds[node] > (1 + ROUNDING) * ends[before]:
+                break
+            node = before
+            found += self._seconds[node]
+        return found
+
     def _portion(self, stage: StageNodes, chunk: int) -> Portion | None:
         """What a chunk runs, None where it is all of the stage."""
         portions = self.costs.state.portions[stage.index]
@@ -48,14 +63,17 @@ class Collectives:
     def _meet(self, nodes: list[int], seconds: float = 0.0) -> int:
         """A node that ends `seconds` after the last of `nodes`."""
         node = self.graph.add(self.graph.add_actor(), 0.0, [(source, seconds) for source in nodes])
-        self.shown[node] = seconds
+        self._seconds[node] = seconds
         return node
 
     def _beside(self, stream: int, seconds: float, after: list[int], ahead: float = 1.0) -> int:
         """A node on a stream, begun while the last `ahead` of each of the nodes `after` still runs."""
         needs = [(source, -ahead * self.graph.seconds[source]) for source in after]
+        before = self.graph.orders[stream][-1:]
         node = self.graph.add(stream, seconds, needs)
-        self.shown[node] = seconds
+        self._seconds[node] = seconds
+        if before:
+            self._before[node] = before[0]
         return node
 
     def _wait_for_all_to_begin(self, stage: StageNodes, nodes: list[int], ahead: float) -> None:
@@ -83,14 +101,19 @@ class Collectives:
     def _reduce_beside(self, stage: StageNodes) -> None:
         """A chunk's gradients are summed from its last microbatch's backward on; the last bucket cannot start before
         its end. Under `layered` the layers of a stage share buckets."""
-        stream, slowed, cost = self.graph.add_actor(), 0.0, self.costs.state.overlap_cost(stage.index)
+        stream, state, before = self.graph.add_actor(), self.costs.state, 0.0
         for chunk in stage.chunks:
-            reduction = self.costs.state.reduction(stage.index, self._portion(stage, chunk))
+            reduction = state.reduction(stage.index, self._portion(stage, chunk))
             if reduction.seconds:
                 node = self._beside(stream, reduction.seconds, stage.completing(chunk))
-                tail = self._meet(stage.completing(chunk), reduction.tail_seconds + slowed)
+                own = slowed = reduction.slowed_seconds
+                if before:  # sums of chunks that the backwards behind them have hidden
+                    hidden = before + reduction.seconds - reduction.tail_seconds
+                    slowed = state.slowed_seconds(stage.index, state.whole[stage.index], hidden)
+                tail = self._meet(stage.completing(chunk), reduction.tail_seconds - own + slowed)
                 self._wait(stage.reduces(chunk), node, tail)
-                slowed += cost * reduction.tail_seconds  # the next chunk's backward, which hides it
+                if not state.steps_apart:
+                    before += reduction.seconds - own
         if self.layout.plan.schedule == "layered":
             last, seconds = stage.chunks[-1], self.costs.state.reduction(stage.index).tail_seconds
             if seconds:

@@ -131,8 +131,9 @@ def _replayed_times(wiring: Wiring, costs: PlanCosts | FoldedCosts, full: bool) 
     run = compute.runs[bottleneck]
     parts["dp"] += collectives.gather_seconds[bottleneck]
     for _, idle, source, under_way in idle_times(graph, ends, run.actor, begins.get(run.actor, 0.0)):
-        if source in collectives.shown:
-            parts["dp"] += min(idle, collectives.shown[source])
+        collective = collectives.under_way(source, ends)
+        if collective is not None:
+            parts["dp"] += min(idle, collective)
         else:
             sent = ends[compute.senders.get(source, source)]  # what waited for its flow was under way all the while
             parts["pp"] += min(idle, max(0.0, ends[source] + under_way - sent))

@@ -38,11 +38,13 @@ class Portion(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """A stage's gradients summed over replicas: all of it, what no backward can hide, and new weights sent back."""
+    """A stage's gradients summed over replicas: all of it, what no backward can hide, and new weights sent back. Of both
+    of the first so much is what the sums take from the backward beside them."""
 
     seconds: float
     tail_seconds: float
     gather_seconds: float
+    slowed_seconds: float = 0.0
 
 
 class StateCosts:
@@ -126,7 +128,7 @@ class StateCosts:
         if self.layout.head_is_apart and (ends.first or ends.last):
             sent = (self.gradient_wire_bytes, self.gradient_wire_bytes, self.width if self.tied.group else 0)
             passing = [self._passing_seconds(stage, portion, each) for each in sent]
-            found = Reduction(*map(self.tied.beside, found, passing, sent))
+            found = Reduction(*map(self.tied.beside, found, passing, sent), found.slowed_seconds)
         own = self.layout.stages[stage]
         if "parameters" in own.offload and len(own.replicas) > 1 and self.level(stage) in (1, 2):
             # New weights pass the accelerator to the others' hosts. At level 0 every rank has stepped all that it holds.
@@ -185,9 +187,14 @@ class StateCosts:
         self, stage: int, portion: Portion, seconds: float, tail: float, norms: float, gather: float
     ) -> Reduction:
         """A reduction whose last part, a fraction `tail` and the norms, no backward hides, and which slows the backward that
-        hides the rest: one sample's at least, whatever the microbatches."""
-        slowed = self.overlap_cost(stage) * min(seconds * (1.0 - tail), self._passes(stage, portion)[1])
-        return Reduction(seconds + slowed + norms, seconds * tail + slowed + norms, gather)
+        hides the rest."""
+        slowed = self.slowed_seconds(stage, portion, seconds * (1.0 - tail))
+        return Reduction(seconds + slowed + norms, seconds * tail + slowed + norms, gather, slowed)
+
+    def slowed_seconds(self, stage: int, portion: Portion, hidden: float) -> float:
+        """What so many seconds of sums take from a portion's backward, which hides them: one sample's at least, whatever the
+        microbatches."""
+        return self.overlap_cost(stage) * min(hidden, self._passes(stage, portion)[1])
 
     def overlap_cost(self, stage: int) -> float:
         """By how much a second of hidden communication slows the compute that hides it. CPUs copy and sum with the cores
