@@ -209,7 +209,7 @@ class LinksSpec(Spec):
     def place_of(self, node: str) -> dict[str, str | None]:
         """A node's rack and region."""
         rack = next((rack.name for rack in self.racks if node in rack.nodes), None)
-        return {"rack": rack, "region": self.regions and self.regions.of_node.get(node)}
+        return {"rack": rack, "region": self.regions.of_node.get(node) if self.regions else None}
 
     def check_names(self, names: list[str]) -> None:
         """Raises BrokenRule where racks and regions do not fit nodes of these names."""

@@ -13,7 +13,7 @@ from math import log2
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.groups import Group, Operation, Owned
-from hethub.predictor.cost.node_links import NodeLinks, slowest
+from hethub.predictor.cost.node_links import NodeLinks, by_node
 from hethub.predictor.cost.profile import LinkTiming, ProfileSpec
 from hethub.predictor.cost.resources import IN, OF_RANKS, OUT, BetweenMachines, Link, Path, Resource, ends
 from hethub.spec.cluster import ClusterSpec, NodeSpec, Place
@@ -36,6 +36,7 @@ class Network:
         self.between = BetweenMachines(cluster, unused)
         self.machines, self.racks = self.between.machines, self.between.racks
         self._ring_rates: dict[tuple[Group, float], list[tuple[Group, float]]] = {}
+        self._node_links = by_node(cluster, self.fit)
         self._paths: dict[tuple[int, int, bool], Path] = {}
 
     def group(self, ranks: Sequence[int], shares: Mapping[int, float] | None = None) -> Group:
@@ -77,15 +78,6 @@ class Network:
     def node_links(self, node: NodeSpec) -> NodeLinks:
         """The links inside a node; of a machine in parts those of its slowest part."""
         return self._node_links[node.name]
-
-    @cached_property
-    def _node_links(self) -> dict[str, NodeLinks]:
-        given = self.cluster.links.in_node.gbytes_per_second
-        return {
-            part.name: slowest([NodeLinks(own.device, given) for own in parts], self.fit)
-            for parts in dict.fromkeys(self.cluster.entries_of_machines)
-            for part in parts
-        }
 
     # -- messages
 

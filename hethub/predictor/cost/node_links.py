@@ -7,7 +7,7 @@ from functools import cached_property
 
 from hethub.predictor.cost.constants import is_cpu
 from hethub.spec.accelerator import AcceleratorSpec
-from hethub.spec.cluster import Place
+from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.layout.bind import Layout
 
 PCIE_3_GBYTES_PER_SECOND = 16  # of 16 lanes, each direction; every generation doubles it
@@ -72,9 +72,18 @@ class NodeLinks:
         return self.given_gbytes_per_second or self.device.link_gbytes_per_second
 
 
-def slowest(links: Iterable[NodeLinks], fit: Mapping[str, float]) -> NodeLinks:
-    """The slowest between accelerators that they do not join, or if these are equally slow, that they do."""
-    return min(links, key=lambda own: [own.bytes_per_second(fit, joined=joined) for joined in (False, True)])
+def by_node(cluster: ClusterSpec, fit: Mapping[str, float]) -> dict[str, NodeLinks]:
+    """The links of each node, by its name; of a machine in parts those of the slowest, between accelerators that they do
+    not join, or if these are equally slow, that they do."""
+
+    def rates(links: NodeLinks) -> list[float]:
+        return [links.bytes_per_second(fit, joined=joined) for joined in (False, True)]
+
+    given, found = cluster.links.in_node.gbytes_per_second, dict[str, NodeLinks]()
+    for parts in dict.fromkeys(cluster.entries_of_machines):
+        slowest = min([NodeLinks(part.device, given) for part in parts], key=rates)
+        found |= dict.fromkeys([part.name for part in parts], slowest)
+    return found
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def test_parts_of_a_machine_have_it_in_common():
         {"racks": [{"name": "a", "nodes": ["fast"], "gbps": 100}]},
         {"regions": {"names": ["a", "b"], "of_node": {"fast": "a", "slow": "b"}, "gbps": [[9, 9], [9, 9]]}},
     ):
-        with pytest.raises(ValueError, match="one machine, but differ in (rack|region)"):
+        with pytest.raises(ValueError, match=r"one machine, but differ in (rack|region)"):
             ClusterSpec.model_validate({"name": "two", "nodes": parts, "links": links})
     with pytest.raises(ValueError, match="differ in count"):
         ClusterSpec.model_validate({"name": "two", "nodes": [parts[0], {**parts[1], "count": 2}]})

@@ -128,7 +128,8 @@ class StateCosts:
         if self.layout.head_is_apart and (ends.first or ends.last):
             sent = (self.gradient_wire_bytes, self.gradient_wire_bytes, self.width if self.tied.group else 0)
             passing = [self._passing_seconds(stage, portion, each) for each in sent]
-            found = Reduction(*map(self.tied.beside, found, passing, sent), found.slowed_seconds)
+            summed, tail, gather = map(self.tied.beside, found, passing, sent)
+            found = Reduction(summed, tail, gather, found.slowed_seconds)
         own = self.layout.stages[stage]
         if "parameters" in own.offload and len(own.replicas) > 1 and self.level(stage) in (1, 2):
             # New weights pass the accelerator to the others' hosts. At level 0 every rank has stepped all that it holds.
