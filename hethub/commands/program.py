@@ -1,6 +1,8 @@
 """Strategy hap in the commands: which jobs it is for, and `hethub plan` and `predict` of them."""
 
 import argparse
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,9 +99,10 @@ def _planned(job: "Job", *, explain: bool = False) -> "tuple[ProgramPlanSpec, di
 
     check_plannable(job)
     cluster = known_cluster(job)
-    subject = open_subject(job, with_values=False)
-    began = time.perf_counter()
-    graph = trace_job(job, subject)
+    with redirect_stdout(sys.stderr):  # what the model's own code prints is no part of the answer
+        subject = open_subject(job, with_values=False)
+        began = time.perf_counter()
+        graph = trace_job(job, subject)
     traced = time.perf_counter() - began
     best = plan_program(job, subject, graph, cluster, explain=explain)
     return best.plan, {"trace_seconds": traced, "search_seconds": best.search_seconds, "baselines": best.baselines}

@@ -161,6 +161,11 @@ class Graph:
         return found
 
     @cached_property
+    def stepped(self) -> dict[str, int]:
+        """The parameters that an optimizer steps: it passes over those without a gradient."""
+        return {name: tensor for name, tensor in self.parameters.items() if self.gradients[name] is not None}
+
+    @cached_property
     def parameter_of_gradient(self) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}
         for name, tensor in self.gradients.items():

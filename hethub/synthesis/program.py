@@ -173,8 +173,8 @@ class Execution:
     @cached_property
     def optimizer_seconds(self) -> float:
         """Seconds of the optimizer's update, parameter by parameter."""
-        tensors = self.model.graph.parameters
-        return sum(update_seconds(self.model, self.shares, tensors[name], state) for name, state in self.kept.items())
+        stepped = self.model.graph.stepped
+        return sum(update_seconds(self.model, self.shares, tensor, self.kept[name]) for name, tensor in stepped.items())
 
     @cached_property
     def step_seconds(self) -> float:
@@ -207,9 +207,8 @@ class Execution:
         for tensor in graph.results:
             bring(tensor, WHOLE)
         updates = sum(
-            model.costs.update(graph.tensors[graph.parameters[name]])
-            * fractions(model, self.shares, graph.parameters[name], state)
-            for name, state in self.kept.items()
+            model.costs.update(graph.tensors[tensor]) * fractions(model, self.shares, tensor, self.kept[name])
+            for name, tensor in graph.stepped.items()
         )
         return float((np.maximum(clock, network) + updates).max())
 

@@ -154,8 +154,8 @@ class _Shares:
         for number, rule in enumerate(self._execution.rules):
             axis = model.rules.axis_of(number, rule)
             self._pay_slowest(axis, model.costs.operator(model.graph, model.graph.operators[number])[1])
-        for name, state in self._execution.kept.items():
-            tensor = model.graph.parameters[name]
+        for name, tensor in model.graph.stepped.items():
+            state = self._execution.kept[name]
             axis = model.rules.axis(tensor, state) if isinstance(state, Cut) else None
             self._pay_slowest(axis, model.costs.update(model.graph.tensors[tensor]))
 

@@ -147,7 +147,7 @@ class Problem:
             self._equal.append(({constant: 1.0}, 1.0))
             self._made[tensor] = {WHOLE: {constant: 1.0}}
         alike = self._model.rules.first_parameter
-        times = Counter(alike.values())
+        times = Counter(alike[name] for name in graph.stepped)
         for name, tensor in graph.parameters.items():
             first = alike[name]
             if first == name:

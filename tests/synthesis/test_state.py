@@ -286,6 +286,28 @@ def test_a_gradient_that_is_a_part_of_another_is_planned_held_and_clipped_once()
                 torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
 
 
+class Unread(Scaled):
+    """It has a weight that its loss does not depend on, larger than all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread = nn.Parameter(torch.ones(64, 64))
+
+
+def test_a_parameter_without_a_gradient_takes_no_time_of_the_optimizer() -> None:
+    """torch's passes over it."""
+    inputs, on = (torch.randn(6, 8), torch.randint(4, (6,))), cluster([1.0, 2.0])
+    plain, more = (plan_graph(trace(kind(), inputs), on) for kind in (Scaled, Unread))
+    assert more.optimizer_seconds == plain.optimizer_seconds > 0
+    assert more.predicted_seconds == pytest.approx(plain.predicted_seconds, rel=1e-9)
+    module = Unread()
+    optimizer = adamw(module.parameters())
+    module(*inputs).backward()
+    optimizer.step()
+    assert len(optimizer.state) == 4
+    assert module.unread not in optimizer.state
+
+
 class Rooted(nn.Module):
     """Of two weights, which nobody reads together, one has a gradient that is no number."""
 

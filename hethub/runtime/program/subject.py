@@ -51,7 +51,7 @@ class Batches:
             if batch is None and self._iterator is not self._source:
                 self._iterator = iter(self._source)
                 batch = next(self._iterator, None)
-        except Exception as error:  # of the user's own code, so of any type
+        except (Exception, SystemExit) as error:  # of the user's own code, so of any type
             raise self._fault(step, f"failed: {type(error).__name__}: {error}") from error
         if batch is None:
             raise self._fault(step, "ended; lower train.steps." if self._taken else "are empty; give at least one.")
@@ -140,7 +140,7 @@ def _made(job: Job, reference: str, example: Batch, *, with_values: bool) -> Sub
         made = factory(job.spec.train) if _wants_settings(factory) else factory()
     except BadInput:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadInput(f"{place}: the factory failed: {type(error).__name__}: {error}.") from error
     module, source = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
@@ -178,7 +178,7 @@ def _find(reference: str, folder: Path, place: str) -> Any:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise BadInput(f"{place}: there is no module '{error.name}'; {FORM}.") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # of a script that ends itself
         raise BadInput(f"{place}: importing it failed: {type(error).__name__}: {error}.") from error
     factory = getattr(found, name, None)
     if not callable(factory):

@@ -71,12 +71,12 @@ def refuse_result(module: torch.nn.Module, result: Any) -> NoReturn:
     )
 
 
-def depends_on_values(error: Exception) -> bool:
+def depends_on_values(error: BaseException) -> bool:
     """Whether tracing failed because control flow or a shape depends on the values of tensors."""
     return type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """Why tracing failed, in words of the module's author."""
     text = str(error).strip()
     first = text.splitlines()[0] if text else ""

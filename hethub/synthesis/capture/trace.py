@@ -125,7 +125,7 @@ class _Tracing:
                     joint = self._traced(lambda values: run(values))
         except BadInput:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # of the user's own code, so of any type
             if self._is_symbol and not depends_on_values(error):  # some operators of torch take numbers, no symbols
                 return _Tracing(self._module, self._inputs, is_symbol=False).graph()
             inputs = ", ".join(f"{value.dtype} of {list(value.shape)}" for value in self._inputs)

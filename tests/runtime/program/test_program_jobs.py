@@ -94,6 +94,9 @@ def number_in_a_batch():
 def broken():
     raise ValueError("no weights here")
 
+def left():
+    raise SystemExit(0)
+
 class NoLoss(nn.Module):
     def __init__(self):
         super().__init__()
@@ -304,6 +307,7 @@ def test_the_plan_of_a_run_stands_alone(trained: tuple[Path, Path], capsys: pyte
     [
         ("nothing", {}, ["no function or class 'nothing'", "Words"]),
         ("broken", {}, ["factory failed", "no weights here"]),
+        ("left", {}, ["factory failed: SystemExit: 0"]),
         ("wrong_batch", {}, ["5 samples", "global_batch is 8"]),
         ("number_in_a_batch", {}, ["a tensor without dimensions", "each of the 8 samples"]),
         ("Words", {"precision": "bf16"}, ["bf16", "fp32 or fp64"]),

@@ -1,11 +1,13 @@
 """What a factory of the user's gives: its module in the job's precision, and its batches, whose faults are said in a paragraph."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from hethub.cli import run
 from hethub.runtime.program.subject import Batches, open_subject
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import load_job
@@ -27,6 +29,10 @@ class Turned(nn.Module):
 
 def buffer():
     return Turned(), [(torch.ones(8, 4) * 2j,)]
+
+def talking():
+    print("a layer is made")
+    return nn.Sequential(nn.Linear(4, 4), Turned()), [(torch.ones(8, 4),)]
 
 def parameter():
     return Turned(trained=True), [(torch.ones(8, 4),)]
@@ -53,6 +59,15 @@ def test_complex_numbers_stay_complex_in_the_jobs_precision(tmp_path: Path) -> N
     assert subject.module.layer.weight.dtype == torch.float64
     with pytest.raises(BadInput, match=r"'turns' is complex.*view_as_complex"):
         open_subject(load_job(job(tmp_path / "parameter", "parameter")), with_values=True)
+
+
+def test_what_the_users_code_prints_is_no_part_of_the_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", str(job(tmp_path / "talking", "talking")), "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["strategy"] == "hap"
+    assert told.err == "a layer is made\n"
 
 
 def failing(after: int) -> Iterator[tuple[torch.Tensor]]:

@@ -254,7 +254,16 @@ def test_the_number_of_samples_is_free_where_torch_would_choose_a_kernel_by_it()
     assert graph.at(5).samples == 5
 
 
+class Leaving(nn.Module):
+    """Python's way to end a program, which is no end of ours."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        raise SystemExit(0)
+
+
 def test_what_is_no_module_or_no_batch_is_said() -> None:
+    with pytest.raises(BadInput, match=r"cannot be traced.*SystemExit: 0"):
+        trace(Net(Leaving), batch())
     with pytest.raises(BadInput, match=r"before torch\.compile"):
         trace(torch.compile(Net()), batch())
     with pytest.raises(BadInput, match=r"layer is compiled.*before torch\.compile"):
