@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -96,6 +96,8 @@ class HethubWork(WaitedWork):
         self._end_future: Callable[[Exception | None], None] | None = None
         self._lock = threading.Lock()
         self.end_profiled: Callable[[], None] | None = None
+        self.out_of_turn: Callable[[], None] | None = None
+        """Ends it where its thread has yet to come to it: what is before it may wait for what its caller does next."""
 
     def finish(self) -> None:
         self._end()
@@ -107,6 +109,7 @@ class HethubWork(WaitedWork):
     def _end(self) -> None:
         if self.end_profiled is not None:
             self.end_profiled()
+        self.out_of_turn = None  # which holds this
         with self._lock:
             self._done.set()
             end_future = self._end_future  # from here on, get_future ends the one it makes itself
@@ -117,6 +120,8 @@ class HethubWork(WaitedWork):
         """Returns True when the tensors hold the result. Raises RunFailed, naming the peer, if they never will."""
         patience = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
         seconds = patience or self._timeout_seconds
+        if (out_of_turn := self.out_of_turn) is not None:
+            self._callbacks.run(out_of_turn)
         if not self._done.wait(seconds):
             error = TimeoutError(f"Timed out after {seconds:g} s")
             # Who brings patience of its own may ask again; the group's timeout is the end.
@@ -310,6 +315,17 @@ class Job:
         finally:
             if self.leave is not None:
                 self.leave()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnceJob(Job):
+    """A job that is called twice and runs once."""
+
+    begun: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self) -> None:
+        if self.begun.acquire(blocking=False):
+            super().__call__()
 
 
 class Worker:

@@ -73,6 +73,24 @@ def test_a_message_that_has_left_is_known_to_have_left(islands):
     assert run_ranks(2, has_left, 60.0, islands=islands) == [True, True]
 
 
+def ask_for_the_later_one_first(world):
+    """What the receiver gets, who asks for the first message once the sender knows that the second has left."""
+    if world.rank == 0:
+        sends = [world.send(torch.full((1000,), float(tag)), 1, tag) for tag in (1, 2)]
+        sends[1].wait()
+        sends.append(world.send(torch.full((1000,), 3.0), 1, 3))
+        return [work.wait() for work in sends]
+    found = torch.empty(3, 1000)
+    for place, tag in enumerate((2, 3, 1)):
+        world.receive(found[place], 0, tag).wait()
+    return found[:, -1].tolist()
+
+
+@pytest.mark.parametrize("islands", [[[0], [1]], [[0, 1]]])
+def test_a_message_has_left_whether_or_not_those_before_it_have(islands):
+    assert run_ranks(2, ask_for_the_later_one_first, islands=islands) == [[True] * 3, [2.0, 3.0, 1.0]]
+
+
 def by_ranges(world, groups):
     found = {}
     for ranks in groups:

@@ -72,8 +72,9 @@ class Exchange:
         sends = [start() for start in starts]
         yield
         held = [*own, *((rank, piece, self._arrived(piece, message)) for rank, piece, message in expected)]
+        wait = wait_for if route.expected or route.returned else wait_until_read
         with side.clock(Leg.WIRE):  # what the wire carries unchanged may be sent from where the total is written
-            (wait_for if route.expected or route.returned else wait_until_read)(sends)
+            wait(sends)
         starts = [start for total in route.totals for start in self._make(total, held)]
         for *_, message in expected:
             message.release()

@@ -35,6 +35,7 @@ from hethub.communicator.work import (
     HethubWork,
     Job,
     NativeWork,
+    OnceJob,
     Operation,
     WaitedWork,
     Worker,
@@ -275,7 +276,8 @@ class PointToPoint:
             return NativeWork(operation, inner, [tensor], count)
         # Gloo says that a message has left to who waits for it alone: a thread does, so that its tensor can be let go.
         work = HethubWork(operation, [tensor], self._process.callbacks)
-        return self._sender(peer)[0].submit(Job(run=GlooTransfer(inner, host, world_rank).wait, work=work, count=count))
+        work.out_of_turn = job = OnceJob(run=GlooTransfer(inner, host, world_rank).wait, work=work, count=count)
+        return self._sender(peer)[0].submit(job)
 
     def _start_any(self, host: torch.Tensor, tensor: torch.Tensor, tag: int, operation: Operation) -> NativeWork:
         if self._aborted or self._process.given_up:

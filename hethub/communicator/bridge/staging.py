@@ -99,7 +99,8 @@ class Staged:
         """All elements on the device, in one piece."""
         first = self._tensors[0]
         if len(self._tensors) == 1:
-            return in_a_row(first.contiguous())
+            # Plain on the device already: on the host torch would negate before a copy under way has come there.
+            return flat_of(first)
         packed = torch.empty(sum(t.numel() for t in self._tensors), dtype=first.dtype, device=first.device)
         self._pack(packed)
         return packed

@@ -14,6 +14,7 @@ from hethub.communicator.context import Context
 from tests.communicator.bridge.late_paths import (
     AWARE,
     LARGER_ISLAND,
+    PATHS,
     PATHS_OF_SHARES,
     SIZE,
     Paths,
@@ -42,10 +43,17 @@ def test_no_order_of_the_devices_work_is_wrong(late_ranks: list[int], relay: str
 
 
 @pytest.mark.slow
-def test_no_order_is_wrong_where_shares_are_moved_one_by_one() -> None:
-    arguments = [0, 1, 2], range(SEEDS), "auto", "exact", None, PATHS_OF_SHARES, LARGER_ISLAND
-    outcomes = start_ranks(4, run_paths, *arguments, timeout_seconds=60 + 5 * SEEDS)
-    assert values(outcomes) == [SEEDS] * 4
+@pytest.mark.parametrize(
+    ("size", "paths", "islands"),
+    [
+        pytest.param(4, PATHS_OF_SHARES, LARGER_ISLAND, id="shares are moved one by one"),
+        pytest.param(SIZE, PATHS, [[0], [1], [2]], id="totals travel back"),
+    ],
+)
+def test_no_order_is_wrong_in_other_islands(size: int, paths: Any, islands: list[list[int]]) -> None:
+    arguments = [0, 1, 2], range(SEEDS), "auto", "exact", None, paths, islands
+    outcomes = start_ranks(size, run_paths, *arguments, timeout_seconds=60 + 5 * SEEDS)
+    assert values(outcomes) == [SEEDS] * size
 
 
 def launch_as_it_comes(rank: int, store: Any) -> None:
@@ -83,17 +91,14 @@ _SHOWN_ALONE = (
     "needed, but seldom late enough here: tests/communicator/bridge/test_launch_order.py holds it to its order"
 )
 _GIVES_UP = "breaks a group that failed: tests/communicator/test_torch_private.py shows it alone"
-_FAILURE_ONLY = "a send has a copy of its own, held by its relay; it is waited for so that its failure is told"
 SURVIVORS = {
     "group.recv([torch.empty(1)], (rank + 1) % size, _UNUSED_TAG).wait(timedelta(milliseconds=1))": _GIVES_UP,
     "before.wait()": _SHOWN_ALONE,
     "succeeded: work.wait()": "asked of what is done: so that its failure is told (tests/communicator/groups/test_native.py)",
-    "wait_for(sends)": _FAILURE_ONLY,
-    "wait_for(transfers)": _FAILURE_ONLY,
+    "stages: wait_for(sends)": "a total's send holds its own memory; it is waited for so that its failure is told",
     "end_layer: copy.wait()": "saves memory alone: tests/runtime/memory/test_late_arena.py holds it to that",
     "finish: self.event.synchronize()": "needed by an offloaded update: tests/runtime/memory/test_late_arena.py shows it alone",
     "connecting.wait()": "connects the island's messages; nobody reads what is moved",
-    "transfer.wait()": f"devices wait so for sends only: {_FAILURE_ONLY}",
 }
 """What may be taken away unnoticed, everywhere or in the function named, and why it is not needed here."""
 

@@ -116,6 +116,17 @@ def test_what_is_sent_is_plain_memory(tensor):
     assert torch.equal(sent, tensor)
 
 
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(2, 3, dtype=torch.complex64).mul(1j).conj(), torch._neg_view(torch.ones(2, 3))]
+)
+def test_what_is_copied_to_the_host_is_plain_on_the_device_already(tensor, monkeypatch):
+    """torch conjugates and negates behind the copy, in the host's memory, to which one under way has yet to come."""
+    given, copy = [], torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda into, *source, **how: given.extend(source) or copy(into, *source))
+    assert torch.equal(Process(stages=True).stager().stage(tensor).load_whole().view(2, 3), tensor)
+    assert [(source.is_conj(), source.is_neg()) for source in given] == [(False, False)]
+
+
 @pytest.mark.parametrize("start", ["receive", "receive_any"])
 def test_a_message_comes_to_where_it_was_asked_for_once(start):
     group, whole = Group(), torch.zeros(3, 2, requires_grad=True)

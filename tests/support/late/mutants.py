@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hethub.kernels import device as device_layer
 
-_STATEMENTS = {"wait", "synchronize", "keep", "wait_for"}
+_STATEMENTS = {"wait", "wait_for", "wait_until_read", "synchronize", "keep"}
 _DONE = "_no_event"
 
 
