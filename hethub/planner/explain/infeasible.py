@@ -32,7 +32,7 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
     """One paragraph: the plan that came closest, by how many bytes it misses on which accelerators, and what would
     help."""
     problem, closest = incumbent.problem, incumbent.closest
-    if closest is None and incumbent.out_of_time:
+    if incumbent.out_of_time:
         return (
             f"constraints.time_limit_seconds {problem.constraints.time_limit_seconds:g} ended the search before a plan that fits "
             "was found; allow more time."
