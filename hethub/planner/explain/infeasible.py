@@ -4,7 +4,7 @@ it."""
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import chain
 from typing import NamedTuple
 
 from hethub.planner.evaluate.incumbent import Incumbent
@@ -13,7 +13,7 @@ from hethub.planner.generate.cuts import best_cuts
 from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.auto import thriftiest
-from hethub.planner.search.left_out import fewer_device_types
+from hethub.planner.search.left_out import Part, parts
 from hethub.predictor.memory.ranks import overfull_hosts
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.plan import SCHEDULES
@@ -32,7 +32,7 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
     """One paragraph: the plan that came closest, by how many bytes it misses on which accelerators, and what would
     help."""
     problem, closest = incumbent.problem, incumbent.closest
-    if closest is None and incumbent.out_of_time:
+    if incumbent.out_of_time:
         return (
             f"constraints.time_limit_seconds {problem.constraints.time_limit_seconds:g} ended the search before a plan that fits "
             "was found; allow more time."
@@ -109,12 +109,13 @@ def verified(problem: Problem) -> list[Change]:
 
 
 def _fits(change: Change) -> bool:
-    """Whether a plan is found among the thriftiest cuts, in any mode, also without the device types of least memory."""
+    """Whether a plan is found among the thriftiest cuts, in any mode, also of the parts of the accelerators that a search
+    looks at."""
     problem, incumbent = change.problem, Incumbent(change.problem)
-    costs, every = incumbent.costs, problem.usable
-    for used in (every, *islice(fewer_device_types(incumbent), len(every) - 1)):
-        few = thriftiest(problem, tabulate(problem, costs.unit_costs, used))
-        found = modes.propose(problem, costs, best_cuts(problem, few, TRIED))
+    costs = incumbent.costs
+    for part in chain([Part(problem, list(problem.usable), float("inf"))], parts(incumbent)):
+        few = thriftiest(part.problem, tabulate(part.problem, costs.unit_costs, part.device_types))
+        found = modes.propose(part.problem, costs, best_cuts(part.problem, few, TRIED))
         for candidate in sorted(found, key=costs.seconds)[:TRIED]:
             incumbent.consider(candidate)
             if incumbent.fitting:

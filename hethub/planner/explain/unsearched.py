@@ -1,16 +1,17 @@
 """The parts of the plan space that the search does not enter, under keys that stay the same between versions.
 
 Two that are left out are a waste, so they are not listed: selective recompute, which takes time and, where attention is
-fused as in our runtime, leaves as much in memory as none; and uneven `tensor_shares`, since a replica's ranks are of
-one device type.
+fused as in our runtime, leaves as much in memory as none; and uneven `tensor_shares` of ranks of one device type.
 """
 
 from hethub.planner.result import Unsearched
 
 _TP_OTHER = Unsearched("tp.other", "TP degrees that are no power of two")
+_TP_MACHINES = Unsearched("tp.machines", "TP groups over several machines, or of unlike accelerators of one")
 NOT_SEARCHED = (
     Unsearched("state_shares", "uneven state_shares, except as the cephalo family proposes them"),
     _TP_OTHER,
+    _TP_MACHINES,
     Unsearched(
         "micro_batch.other",
         "micro-batches that are no power of two, except in small spaces, in stages of one device type and by local improvement",
@@ -44,6 +45,7 @@ NOT_SEARCHED = (
 NOT_IN_A_SMALL_SPACE = (
     Unsearched("state_shares", "uneven state_shares"),
     _TP_OTHER,
+    _TP_MACHINES,
     Unsearched(
         "micro_batch.other",
         "micro-batches that are no power of two and make no number of microbatches as equal as can be",

@@ -93,7 +93,7 @@ def _of_degrees(problem: Problem) -> Iterator[Contradiction]:
         listed = ", ".join(map(str, problem.degrees))
         yield (
             f"tp: {given.tp}",
-            f"the degrees that the heads of '{problem.model.name}' and the machines allow ({listed})",
+            f"the degrees that the heads of '{problem.model.name}' allow inside one machine ({listed})",
         )
     if given.pp and given.pp > problem.model.layers:
         yield (f"pp: {given.pp}", f"the {problem.model.layers} layers of model '{problem.model.name}'")

@@ -41,8 +41,7 @@ def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
     _evaluate_start(incumbent, families)
     look(incumbent, effort, table, best)
     if not incumbent.fitting:
-        few = best_cuts(problem, thriftiest(problem, table), FEW_CUTS)
-        evaluate_all(incumbent, modes.thriftiest(problem, few))
+        _evaluate_thriftiest(incumbent, table)
         climb_leaders(incumbent, effort)
     for part in parts(incumbent):
         if incumbent.out_of_time:
@@ -52,6 +51,8 @@ def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
         if fewer.bound[0] < part.below_seconds:
             own.evaluator.microbatches_left = effort.microbatches
             look(own, effort, fewer, best_cuts(part.problem, fewer, effort.cuts))
+            if not (incumbent.fitting or own.fitting):  # where all have no place, these may have one and no room
+                _evaluate_thriftiest(own, fewer)
             incumbent.admit(own)
     if incumbent.out_of_time:
         return incumbent.best
@@ -61,6 +62,12 @@ def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
         leaders = leading(incumbent, list(filter(incumbent.may_win, candidates)))
         evaluate_all(incumbent, filter(partial(_is_near, incumbent), leaders))
     return add_whole_plans(incumbent)
+
+
+def _evaluate_thriftiest(incumbent: Incumbent, table: Table) -> None:
+    """Evaluates the cuts that need the least memory, in the modes that need the least."""
+    few = best_cuts(incumbent.problem, thriftiest(incumbent.problem, table), FEW_CUTS)
+    evaluate_all(incumbent, modes.thriftiest(incumbent.problem, few))
 
 
 def look(incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence[Candidate]) -> None:

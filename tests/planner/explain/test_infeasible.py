@@ -75,6 +75,29 @@ def test_a_remedy_may_leave_what_has_no_room_for_anything_unused() -> None:
         plan(TINY, cluster, Batch(8, 64, "bf16"), ConstraintsSpec(reserve=0.99), with_bounds=False)
 
 
+def test_where_only_a_part_has_places_it_is_told_by_how_much_too() -> None:
+    """Of six accelerators three can take a replica of the only layer each: where they had no room, the answer was that every
+    accelerator needs a layer and a sample, and to raise global_batch or use fewer accelerators, of which neither helps."""
+    small = {**find_accelerator("RTX-4090").to_dict(), "name": "small", "memory_gb": 5}
+    node = {"name": "a", "count": 2, "accelerator": small, "accelerators": 3, "gbps_per_nic": 10, "host_memory_gb": 64}
+    cluster = ClusterSpec.model_validate({"name": "two", "nodes": [node]})
+    model = TINY.replace(layers=1, hidden=2560, heads=20, kv_heads=10, ffn=5120, vocab=32000)
+    with pytest.raises(BadInput, match=r"exceeds .* of 3 small by up to .* A plan fits with constraints\.dp left free"):
+        plan(model, cluster, Batch(16, 64, "fp32"), ConstraintsSpec(dp=3), with_bounds=False)
+
+
+def test_a_search_that_time_ended_says_so_and_not_that_nothing_fits() -> None:
+    """Its only plan so far was 0.04 GiB over memory: no plan was said to fit, where the search finds one if it is let."""
+    card = {**find_accelerator("V100-SXM2-32GB").to_dict(), "name": "small", "memory_gb": 4.618682}
+    node = {"name": "a", "accelerator": card, "accelerators": 2, "gbps_per_nic": 25, "host_memory_gb": 55}
+    cluster = ClusterSpec.model_validate({"name": "one", "nodes": [node]})
+    model = TINY.replace(layers=2, hidden=256, heads=8, kv_heads=1, ffn=512, vocab=128256, tied_head=True)
+    question, given = (model, cluster, Batch(3, 128, "fp32")), ConstraintsSpec(tp=1, micro_batch=2)
+    with pytest.raises(BadInput, match="time_limit_seconds 1e-09 ended the search before a plan that fits was found"):
+        plan(*question, given.replace(time_limit_seconds=1e-9), with_bounds=False)
+    assert plan(*question, given, with_bounds=False).prediction.fits
+
+
 def test_host_memory_that_is_too_small_is_told_without_the_accelerators_reserve() -> None:
     model = TINY.replace(name="wide", layers=16, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)
     node = {"name": "a", "accelerator": "MI300X", "accelerators": 8, "host_memory_gb": 1, "gbps_per_nic": 100}
