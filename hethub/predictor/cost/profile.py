@@ -172,7 +172,7 @@ def compiles_on_node(node: NodeSpec, compiles: bool | None) -> bool:
 
 def load_profile(path: str | Path) -> ProfileSpec:
     """The profile in a JSON file; of equal points the slower counts. Raises BadInput."""
-    profile = build(ProfileSpec, read_json(Path(path), "profile"), Source(str(path)), "profile")
+    profile = build(ProfileSpec, read_json(Path(path), "profile", unique=True), Source(str(path)), "profile")
     with asked_by(path):
         return merge([profile])
 

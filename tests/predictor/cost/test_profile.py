@@ -272,6 +272,16 @@ def test_of_points_and_devices_that_stand_twice_in_a_file_the_slower_counts(tmp_
         assert found[0].step_seconds == found[1].step_seconds > 0.5
 
 
+def test_a_key_that_stands_twice_in_a_profile_is_refused(tmp_path: Path) -> None:
+    """The last one counted, and what stood under the first was gone without a word; in YAML it is refused."""
+    text = json.dumps(profile().to_dict())
+    (tmp_path / "own.json").write_text(text[:-1] + ', "links": [], "links": []}')
+    with pytest.raises(
+        BadInput, match=r"own.json: the profile is not valid JSON: key 'links' is given twice; keep one\."
+    ):
+        load_profile(tmp_path / "own.json")
+
+
 @pytest.mark.parametrize("key", ["forward_seconds", "backward_seconds"])
 def test_seconds_in_a_mistaken_unit_are_refused_by_their_key(key: str, tmp_path: Path) -> None:
     """The step took nan seconds, for which the cluster's figures were blamed."""
