@@ -19,7 +19,7 @@ from hethub.predictor.calibration.sources.training_steps import Case, read_table
 from hethub.predictor.cost.constants import Constants, packaged, scales_key
 from hethub.predictor.cost.intervals import half_width, width_of
 from hethub.predictor.cost.layer import LayerCost
-from hethub.predictor.cost.profile import ProfileSpec, load_profile
+from hethub.predictor.cost.profile import LAYER_SHAPE, ProfileSpec, load_profile
 from hethub.predictor.cost.profiled_layer import estimated_device
 from hethub.predictor.cost.software import HETHUB, Software, hethub_software
 from hethub.spec.accelerator import AcceleratorSpec, Precision, catalogue
@@ -140,8 +140,10 @@ def _with_speeds(constants: Constants, run: ProfileSpec) -> Constants:
 
 
 def _check_model(path: Path, case: Case, model: ModelSpec) -> None:
-    theirs = case.layouts[0].model
-    for key in ("family", "hidden", "heads", "num_kv_heads", "ffn", "is_gated", "vocab"):
+    theirs, seq_len = case.layouts[0].model, case.layouts[0].plan.seq_len
+    if (model.sliding_window or seq_len) >= seq_len:  # no token is beyond it
+        model = model.replace(sliding_window=None)
+    for key in LAYER_SHAPE:
         if getattr(theirs, key) != getattr(model, key):
             raise BadInput(
                 f"{path}, row {case.id}: it measured a model with {key} {getattr(theirs, key)}, but model '{model.name}' has "

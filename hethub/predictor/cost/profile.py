@@ -27,6 +27,8 @@ from hethub.spec.model import Count, ModelSpec
 if TYPE_CHECKING:
     from hethub.spec.job import Job
 
+# What tells one model's layers from another's.
+LAYER_SHAPE = ("family", "hidden", "heads", "num_kv_heads", "head_size", "ffn", "is_gated", "vocab", "sliding_window")
 Seconds = Annotated[float, Field(gt=0, le=1e9)]  # beyond, the unit was mistaken, and sums would overflow
 Point = tuple[float, float, float]  # logarithms of samples, sequence length, tensor-parallel degree
 
@@ -112,8 +114,7 @@ class ProfileSpec(Spec):
 
     def check_model(self, model: ModelSpec) -> None:
         """Raises BadInput unless the profile's layers are those of `model`; the number of layers does not matter."""
-        shape = ("family", "hidden", "heads", "num_kv_heads", "head_size", "ffn", "is_gated", "vocab", "sliding_window")
-        for key in shape:
+        for key in LAYER_SHAPE:
             mine, theirs = getattr(self.model, key), getattr(model, key)
             if mine != theirs:
                 raise BadInput(

@@ -185,10 +185,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def test_what_cannot_calibrate_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own, job = rows(tmp_path / "rows", 1.3, MANY[0]), job_of(tmp_path / "job")
-    for key, mine, theirs in (("hidden", 512, "1024"), ("family", "gpt", "llama")):
-        other = job_of(tmp_path / key, **{key: mine})
+    for key, mine, theirs in (
+        ("hidden", 512, "1024"), ("family", "gpt", "llama"), ("head_size", 256, "128"), ("sliding_window", 64, "None"),
+    ):  # fmt: skip
+        other = job_of(tmp_path / key, **{{"head_size": "head_dim"}.get(key, key): mine})
         told = refused(capsys, "predict", other, "--calibrate", own)
         assert f"row row0: it measured a model with {key} {theirs}, but model 'm' has {mine}" in told
+    assert predicted(capsys, "predict", job_of(tmp_path / "long", sliding_window=1024), "--calibrate", own)
     both = refused(capsys, "predict", job, "--calibrate", own, "--profile", tmp_path / "p.json")
     assert "leave one of them out" in both
     bad = table(tmp_path / "rows", {**ROW, **OWN, "step_seconds": -1})
