@@ -101,6 +101,14 @@ def test_an_estimate_in_a_profiles_form_reaches_the_largest_microbatch() -> None
     assert points == list(product((1, 2, 4, 6), (1, 2, 4)))
 
 
+def test_a_head_of_few_words_takes_time_in_its_forward() -> None:
+    """Cut in four it had less than none: what its backward passes on was counted as longer than all of it."""
+    model = TINY.replace(hidden=2048, heads=8, kv_heads=8, vocab=512)
+    for name, tp in product(("T4", "MI250X-GCD", "A100-SXM4-80GB"), (1, 2, 4, 8)):
+        assert LayerCost(model, find_accelerator(name), 2048, "fp16").head(8, 1.0 / tp).forward > 0
+        assert estimated_device(model, find_accelerator(name), 2048, "fp16", 8).parts
+
+
 def test_of_several_ways_of_a_level_the_slowest_counts() -> None:
     ways = [
         LinkTiming(level="in_node", operation="send", latency_seconds=0.0, gbytes_per_second=rate)
