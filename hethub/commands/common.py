@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hethub.spec.errors import BadInput, asked_by
+from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
     from hethub.predictor.cost.profile import ProfileSpec
@@ -103,15 +103,13 @@ def measured_for(options: argparse.Namespace, job: "Job") -> "ProfileSpec | None
     if options.calibrate is None:
         return profile_for(job, options.profile)
     refuse_profile_beside_calibrate(options.profile, job)
-    from hethub.predictor.calibration.calibrate import Calibration
+    from hethub.predictor.calibration.calibrate import Calibration, is_of_run
     from hethub.predictor.cost.software import hethub_software
 
-    train = job.spec.train
-    calibration, cluster = Calibration(options.calibrate), known_cluster(job)
-    if calibration.run is not None:
-        with asked_by(options.calibrate):
-            calibration.run.check_compiled(cluster, train.precision, train.compile)
-    return calibration.profile(job.model, cluster, train.batch, hethub_software(train.compile))
+    train, cluster = job.spec.train, known_cluster(job)
+    if is_of_run(options.calibrate):
+        return profile_for(job, options.calibrate)
+    return Calibration(options.calibrate).profile(job.model, cluster, train.batch, hethub_software(train.compile))
 
 
 def measured_beside(
@@ -131,7 +129,9 @@ def profile_beside(path: Path | None, made_for: "PlannedFor", precision: "Precis
     """The profile given beside a plan file, if any. Raises BadInput where it is not for the plan."""
     from hethub.predictor.cost.profile import profile_of
 
-    return None if path is None else profile_of(path, made_for.model, made_for.cluster, precision, made_for.compile)
+    return (
+        None if path is None else profile_of(path, made_for.model, made_for.cluster.nodes, precision, made_for.compile)
+    )
 
 
 def refuse_profile_beside_calibrate(profile: Path | None, job: "Job") -> None:

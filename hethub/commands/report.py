@@ -138,9 +138,9 @@ def validate(options: argparse.Namespace) -> None:
 
     constants = None
     if options.calibrate is not None:
-        from hethub.predictor.calibration.calibrate import Calibration
+        from hethub.predictor.calibration.calibrate import calibrated
 
-        constants = Calibration(options.calibrate).constants()
+        constants = calibrated(options.calibrate)
     result = compare(options.what, options.by, constants)
     if options.json:
         print_json(result)

@@ -23,10 +23,12 @@ from hethub.commands.common import (
 from hethub.spec.errors import BadInput, asked_by
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hethub.capacity.catalogue import CatalogueSpec
     from hethub.capacity.sizing import Evaluator
     from hethub.predictor import Prediction
-    from hethub.spec.cluster import ClusterSpec
+    from hethub.spec.cluster import ClusterSpec, NodeSpec
     from hethub.spec.job import Job
 
 SECONDS_PER_CLUSTER = 10.0  # of search, unless the job's constraints say otherwise
@@ -83,7 +85,8 @@ def size(options: argparse.Namespace) -> None:
     job, have = load_job(options.job, options.set), None if options.have is None else load_cluster(options.have)
     refuse_overwriting(options.out, *files_of(job), options.catalogue, options.have, options.calibrate)
     packaged = Path(str(files("hethub.spec").joinpath("catalogue/nodes.yaml")))
-    catalogue, (evaluate, measured) = load_catalogue(options.catalogue or packaged), _evaluator(job, options.calibrate)
+    catalogue = load_catalogue(options.catalogue or packaged)
+    evaluate, measured = _evaluator(job, options.calibrate, [*catalogue.nodes, *(have.nodes if have else ())])
     if budget is not None and all(node.price_per_hour is None for node in catalogue.nodes):
         raise BadInput(
             f"--budget needs prices, and {options.catalogue or 'hethub'} has none; give --catalogue FILE with price_per_hour, "
@@ -131,19 +134,24 @@ def _terms(catalogue: "CatalogueSpec") -> dict[str, Any]:
     return {"currency": catalogue.currency, "date": date, "assumptions": catalogue.assumptions.model_dump()}
 
 
-def _evaluator(job: "Job", calibrate: Path | None) -> "tuple[Evaluator, frozenset[str]]":
+def _evaluator(job: "Job", calibrate: Path | None, nodes: "Sequence[NodeSpec]") -> "tuple[Evaluator, frozenset[str]]":
     """What a cluster's best plan delivers for the job's model and batch, by what it says of speeds; and the accelerators
-    that were measured."""
+    that were measured. Raises BadInput where that is not of the job's model, or not of the nodes that there may be."""
     from hethub.planner import plan
-    from hethub.predictor.cost.profile import profile_for
+    from hethub.predictor.calibration.calibrate import Calibration, is_of_run
+    from hethub.predictor.cost.profile import profile_for, profile_of
     from hethub.predictor.cost.software import hethub_software
 
-    calibration, own = None, profile_for(job, None)
+    table, measured, train = None, profile_for(job, None), job.spec.train
+    if measured is not None:
+        with asked_by(job.source.at(("profile",))):
+            measured.check_compiled(nodes, train.precision, train.compile)
     if calibrate is not None:
-        from hethub.predictor.calibration.calibrate import Calibration
-
         refuse_profile_beside_calibrate(None, job)
-        calibration = Calibration(calibrate)
+        if is_of_run(calibrate):
+            measured = profile_of(calibrate, job.model, nodes, train.precision, train.compile)
+        else:
+            table = Calibration(calibrate)
     model, batch, constraints, strategy = job.model, job.spec.train.batch, job.spec.constraints, strategy_of(job)
     software = hethub_software(job.spec.train.compile)
     if strategy == "hap":
@@ -154,12 +162,11 @@ def _evaluator(job: "Job", calibrate: Path | None) -> "tuple[Evaluator, frozense
         constraints = constraints.replace(time_limit_seconds=SECONDS_PER_CLUSTER)
 
     def evaluate(cluster: "ClusterSpec") -> "Prediction":
-        profile = own if calibration is None else calibration.profile(model, cluster, batch, software)
+        profile = measured if table is None else table.profile(model, cluster, batch, software)
         found = plan(
             model, cluster, batch, constraints, strategy=strategy, with_bounds=False, profile=profile, software=software
         )  # fmt: skip
         return found.prediction
 
-    by = own if calibration is None else calibration.run
-    measured = () if by is None else (device.accelerator for device in by.devices if device.precision == batch[2])
-    return evaluate, frozenset(measured)
+    devices = () if measured is None else measured.devices
+    return evaluate, frozenset(device.accelerator for device in devices if device.precision == train.precision)

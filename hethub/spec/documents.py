@@ -114,15 +114,17 @@ def check_regular(path: Path, what: str) -> None:
         )
 
 
-def read_json(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """The data of a JSON file. Raises BadInput as `read_text` does, and where it is no JSON."""
-    return parse_json(read_text(path, what, most_bytes), str(path), what)
+def read_json(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES, *, unique: bool = False) -> Any:
+    """The data of a JSON file. Raises BadInput as `read_text` does, and where it is no JSON or, of one whose keys are to be
+    `unique`, as people write files, a key stands twice: Python would silently keep the last."""
+    return parse_json(read_text(path, what, most_bytes), str(path), what, unique=unique)
 
 
-def parse_json(text: str | bytes, name: str, what: str) -> Any:
+def parse_json(text: str | bytes, name: str, what: str, *, unique: bool = False) -> Any:
     """As `read_json`, from text."""
     try:
-        return json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)  # some editors write the mark
+        plain = text.removeprefix("\ufeff") if isinstance(text, str) else text  # some editors write the mark
+        return json.loads(plain, object_pairs_hook=_unique if unique else None)
     except RecursionError:
         raise BadInput(f"{name}: the {what} nests too deeply to be read.") from None
     except json.JSONDecodeError as error:
@@ -134,6 +136,14 @@ def parse_json(text: str | bytes, name: str, what: str) -> Any:
         raise BadInput(f"{name}: the {what} is no UTF-8 text: {error}; save the file as UTF-8.") from None
     except ValueError as error:
         raise BadInput(f"{name}: the {what} is not valid JSON: {error}.") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of its keys and values. Raises ValueError where a key stands twice."""
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"key '{twice}' is given twice; keep one")
+    return dict(pairs)
 
 
 def read_yaml(path: Path, what: str) -> tuple[Any, Source]:

@@ -97,6 +97,18 @@ def test_the_limit_is_each_kinds_own_and_the_jobs_micro_batch_counts_for_itself(
     assert asked.with_constraints(ConstraintsSpec(micro_batch=4)).at_most(0, 4) == 4
 
 
+@pytest.mark.parametrize(
+    ("layers", "seq_len", "counts"), [(4, 128, True), (4, 256, True), (8, 128, True), (2, 128, False), (4, 64, False)]
+)
+def test_what_fitted_with_more_layers_or_longer_sequences_limits_no_smaller_job(
+    layers: int, seq_len: int, counts: bool
+) -> None:
+    """One sample of 4,096 tokens made a job of 128 take microbatches of one: a plan 3.7 times as slow."""
+    measured = profile({"A100-PCIe-40GB": 1e-3, "A100-PCIe-80GB": 1e-3}, largest=2)
+    asked = pose(TINY.replace(layers=layers), CLUSTER, Batch(24, seq_len, "fp32"), profile=measured)
+    assert asked.at_most(0, 8) == (2 if counts else 8)
+
+
 def test_a_profile_of_another_model_is_refused() -> None:
     measured = profile({"A100-PCIe-40GB": 1e-3}, TINY.replace(hidden=2 * TINY.hidden))
     with pytest.raises(BadInput, match="hidden"):

@@ -127,14 +127,17 @@ class Problem:
 
     @cached_property
     def _largest(self) -> tuple[int | None, ...]:
-        """Per device type, the largest micro-batch that its ranks measured to fit, None where they did not look for it or
-        where the job names a micro-batch, which then counts."""
-        if self.profile is None or self.constraints.micro_batch:
-            return (None,) * len(self.device_types)
-        found = (
-            self.profile.device(device_type.accelerator.name, self.batch.precision) for device_type in self.device_types
+        """Per device type, the largest micro-batch that its ranks measured to fit, None where they did not look for it, or
+        with more layers or longer sequences, or where the job names a micro-batch, which then counts."""
+        profile, names = self.profile, [own.accelerator.name for own in self.device_types]
+        if profile is None or self.constraints.micro_batch or profile.model.layers > self.model.layers:
+            return (None,) * len(names)
+        found = [profile.device(name, self.batch.precision) for name in names]
+        longest = [max(timing.seq_len for timing in own.layers) if own else 0 for own in found]
+        return tuple(
+            own.largest_micro_batch if own and seq_len <= self.batch.seq_len else None
+            for own, seq_len in zip(found, longest, strict=True)
         )
-        return tuple(None if own is None else own.largest_micro_batch for own in found)
 
     def at_most(self, device_type: int, micro_batch: int) -> int:
         """The micro-batch, or the largest that a rank of the device type measured to fit, if that is smaller."""

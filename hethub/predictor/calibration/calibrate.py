@@ -19,12 +19,12 @@ from hethub.predictor.calibration.sources.training_steps import Case, read_table
 from hethub.predictor.cost.constants import Constants, packaged, scales_key
 from hethub.predictor.cost.intervals import half_width, width_of
 from hethub.predictor.cost.layer import LayerCost
-from hethub.predictor.cost.profile import ProfileSpec, load_profile
+from hethub.predictor.cost.profile import LAYER_SHAPE, ProfileSpec, load_profile
 from hethub.predictor.cost.profiled_layer import estimated_device
-from hethub.predictor.cost.software import HETHUB, Software
+from hethub.predictor.cost.software import HETHUB, Software, hethub_software
 from hethub.spec.accelerator import AcceleratorSpec, Precision, catalogue
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, asked_by
 from hethub.spec.model import ModelSpec
 
 NOISE = 0.05  # of a logarithm: what one row is trusted to
@@ -32,16 +32,28 @@ STACK_SIGMA = 0.2  # of a logarithm: how far sources lie apart that ran alike
 ACCELERATOR_SIGMA = 0.1  # of a logarithm, as in the fit
 
 
+def is_of_run(path: Path) -> bool:
+    """Whether a calibration file is what a run has written, a profile, and no table of steps."""
+    return path.suffix == ".json"
+
+
+def calibrated(path: Path) -> Constants:
+    """The packaged constants with a calibration file's corrections. Raises BadInput where it is none."""
+    if not is_of_run(path):
+        return Calibration(path).constants
+    run = load_profile(path)
+    with asked_by(path):
+        run.check_version()
+    return _with_speeds(packaged(), run)
+
+
 class Calibration:
-    """A calibration file. Raises BadInput where it is none."""
+    """A table of measured steps. Raises BadInput where it is none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.run = load_profile(path) if path.suffix == ".json" else None  # what a run measured; None of a table
-        self._cases: list[Case] = []
-        if self.run is None:
-            self._cases = [case for case in self._read() if not case.suspect]
-            self._corrected = corrected(packaged(), self._cases)
+        self._cases = [case for case in self._read() if not case.suspect]
+        self.constants = corrected(packaged(), self._cases)  # the packaged ones with its corrections
 
     def _read(self) -> list[Case]:
         cases, skipped = read_table(self.path)
@@ -53,10 +65,6 @@ class Calibration:
             raise BadInput(f"{self.path}: there is no row to calibrate by; give one measured step at least.")
         return cases
 
-    def constants(self) -> Constants:
-        """The packaged constants with its corrections."""
-        return self._corrected if self.run is None else _with_speeds(packaged(), self.run)
-
     def profile(
         self, model: ModelSpec, cluster: ClusterSpec, batch: tuple[int, int, Precision], software: Software = HETHUB
     ) -> ProfileSpec:
@@ -65,20 +73,13 @@ class Calibration:
 
         Raises BadInput where another model was measured: what its layers tell of this one's nobody has shown.
         """
-        if self.run is not None:
-            try:
-                self.run.check_model(model)
-                self.run.check_version()
-            except BadInput as reason:
-                raise BadInput(f"{self.path}: {reason}") from None
-            return self.run
         for case in self._cases:
             _check_model(self.path, case, model)
         devices = {node.device.name: node.device for node in cluster.nodes}
         largest, seq_len, precision = batch
         estimates = [
             estimated_device(
-                model, device, seq_len, precision, largest, self._corrected, self._width(device, precision), software
+                model, device, seq_len, precision, largest, self.constants, self._width(device, precision), software
             )
             for device in devices.values()
         ]
@@ -90,13 +91,13 @@ class Calibration:
         known row of a source, or as these lie apart from their predictions; else as without the table."""
         table, math = packaged().interval, HETHUB.math_precision(precision)
         own = [
-            log(evaluate(case, self._corrected).seconds / case.measured_seconds)
+            log(evaluate(case, self.constants).seconds / case.measured_seconds)
             for case in self._cases
             if case.software.stack == HETHUB.stack and _key(case) == scales_key(device.name, math)
         ]
         if own:
             return max(table["row known"], half_width(own))
-        return width_of(table, HETHUB.stack in self._corrected.stacks, packaged().knows(device.name, math))
+        return width_of(table, HETHUB.stack in self.constants.stacks, packaged().knows(device.name, math))
 
 
 def corrected(constants: Constants, cases: Iterable[Case]) -> Constants:
@@ -126,9 +127,9 @@ def _with_speeds(constants: Constants, run: ProfileSpec) -> Constants:
         spec = catalogue().get(device.accelerator)
         if spec is None:  # no row is of it: one that the job describes, or ranks told apart from their device type's
             continue
-        own = ratios.setdefault(scales_key(spec.name, device.precision), [])
+        own, ran = ratios.setdefault(scales_key(spec.name, device.precision), []), hethub_software(device.compiled)
         for timing in device.layers:
-            cost = LayerCost(run.model, spec, timing.seq_len, device.precision, constants=constants)
+            cost = LayerCost(run.model, spec, timing.seq_len, device.precision, ran, constants)
             expected = cost.layer(timing.micro_batch, timing.tp).total
             own.append(log((timing.forward_seconds + timing.backward_seconds) / expected))
     accelerators = dict(constants.accelerators)
@@ -139,8 +140,10 @@ def _with_speeds(constants: Constants, run: ProfileSpec) -> Constants:
 
 
 def _check_model(path: Path, case: Case, model: ModelSpec) -> None:
-    theirs = case.layouts[0].model
-    for key in ("family", "hidden", "heads", "num_kv_heads", "ffn", "is_gated", "vocab"):
+    theirs, seq_len = case.layouts[0].model, case.layouts[0].plan.seq_len
+    if (model.sliding_window or seq_len) >= seq_len:  # no token is beyond it
+        model = model.replace(sliding_window=None)
+    for key in LAYER_SHAPE:
         if getattr(theirs, key) != getattr(model, key):
             raise BadInput(
                 f"{path}, row {case.id}: it measured a model with {key} {getattr(theirs, key)}, but model '{model.name}' has "

@@ -197,7 +197,7 @@ class LayerCost:
         found = self.device.both(head_work(self.model, tokens, share, self.precision))
         if not self.software.chunked_loss:
             return found
-        passed_on = self.device.seconds(head_passed_on(self.model, tokens, self.precision))
+        passed_on = min(found.backward, self.device.seconds(head_passed_on(self.model, tokens, self.precision)))
         return PassSeconds(found.total - passed_on, passed_on)
 
     def _recompute_fraction(self, recompute: Recompute, shape: Shape) -> float:

@@ -8,7 +8,7 @@ larger than any measured a sample gets no cheaper.
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import exp, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 import hethub
-from hethub.predictor.cost.constants import is_cpu
-from hethub.spec.accelerator import Positive, Precision
+from hethub.predictor.cost.constants import is_cpu, packaged
+from hethub.spec.accelerator import Figure, Positive, Precision
 from hethub.spec.base import Spec, build, describe
-from hethub.spec.cluster import ClusterSpec, NodeSpec, NonNegative
+from hethub.spec.cluster import ClusterSpec, Latency, NodeSpec
 from hethub.spec.documents import Source, read_json, write_text
 from hethub.spec.errors import BadInput, asked_by
 from hethub.spec.model import Count, ModelSpec
@@ -27,6 +27,9 @@ from hethub.spec.model import Count, ModelSpec
 if TYPE_CHECKING:
     from hethub.spec.job import Job
 
+# What tells one model's layers from another's.
+LAYER_SHAPE = ("family", "hidden", "heads", "num_kv_heads", "head_size", "ffn", "is_gated", "vocab", "sliding_window")
+Seconds = Annotated[float, Field(gt=0, le=1e9)]  # beyond, the unit was mistaken, and sums would overflow
 Point = tuple[float, float, float]  # logarithms of samples, sequence length, tensor-parallel degree
 
 
@@ -36,8 +39,8 @@ class LayerTiming(Spec):
     micro_batch: Count
     seq_len: Count
     tp: Count = 1
-    forward_seconds: Positive
-    backward_seconds: Positive
+    forward_seconds: Seconds
+    backward_seconds: Seconds
 
 
 class PartTiming(Spec):
@@ -47,8 +50,8 @@ class PartTiming(Spec):
     micro_batch: Count
     seq_len: Count
     tp: Count = 1
-    forward_seconds: Positive
-    backward_seconds: Positive
+    forward_seconds: Seconds
+    backward_seconds: Seconds
 
 
 Timing = TypeVar("Timing", LayerTiming, PartTiming)
@@ -62,8 +65,8 @@ class LinkTiming(Spec):
 
     level: Literal["in_node", "between_nodes", "between_islands"]
     operation: Literal["send", "all_reduce"]
-    latency_seconds: NonNegative
-    gbytes_per_second: Positive
+    latency_seconds: Latency
+    gbytes_per_second: Figure
     ranks: Annotated[int, Field(ge=2)] = 2
 
 
@@ -74,7 +77,7 @@ class DeviceProfile(Spec):
     precision: Precision
     layers: tuple[LayerTiming, ...] = Field(min_length=1)
     parts: tuple[PartTiming, ...] = ()
-    optimizer_seconds_per_parameter: Positive | None = None
+    optimizer_seconds_per_parameter: Seconds | None = None
     optimizer_factor: Positive = 1.0  # of that, or of the estimate, as a run has shown
     largest_micro_batch: Count | None = None  # of samples, all layers of the model on one rank; None: not looked for
     compiled: bool | None = None  # small operations, as the job's train.compile had it; None: an earlier hethub's
@@ -89,13 +92,13 @@ class DeviceProfile(Spec):
         is given; under another name where one is given."""
 
         def times(timing: Any) -> Any:
-            return timing.replace(
+            return timing.unchecked(
                 forward_seconds=timing.forward_seconds * factor, backward_seconds=timing.backward_seconds * factor
             )
 
         layers, parts = (tuple(map(times, timings)) for timings in (self.layers, self.parts))
         update = self.optimizer_factor * (factor if optimizer is None else optimizer)
-        return self.replace(accelerator=name or self.accelerator, layers=layers, parts=parts, optimizer_factor=update)
+        return self.unchecked(accelerator=name or self.accelerator, layers=layers, parts=parts, optimizer_factor=update)
 
 
 class ProfileSpec(Spec):
@@ -111,8 +114,7 @@ class ProfileSpec(Spec):
 
     def check_model(self, model: ModelSpec) -> None:
         """Raises BadInput unless the profile's layers are those of `model`; the number of layers does not matter."""
-        shape = ("family", "hidden", "heads", "num_kv_heads", "head_size", "ffn", "is_gated", "vocab", "sliding_window")
-        for key in shape:
+        for key in LAYER_SHAPE:
             mine, theirs = getattr(self.model, key), getattr(model, key)
             if mine != theirs:
                 raise BadInput(
@@ -128,19 +130,19 @@ class ProfileSpec(Spec):
                 "run `hethub profile` again."
             )
 
-    def check_devices(self, cluster: ClusterSpec, precision: Precision) -> None:
-        """Raises BadInput where it measured none of the cluster's accelerators in the precision."""
-        wanted = sorted({node.device.name for node in cluster.nodes})
+    def check_devices(self, nodes: Iterable[NodeSpec], precision: Precision) -> None:
+        """Raises BadInput where it measured none of the nodes' accelerators in the precision."""
+        wanted = sorted({node.device.name for node in nodes})
         if not any(self.device(name, precision) for name in wanted):
             have = ", ".join(f"{device.accelerator} in {device.precision}" for device in self.devices)
             raise BadInput(
-                f"the profile measured {have}, but cluster '{cluster.name}' has {', '.join(wanted)} and the job computes in {precision}; "
+                f"the profile measured {have}, but asked for are {', '.join(wanted)} in {precision}; "
                 "run `hethub profile` on these accelerators, or leave the profile out."
             )
 
-    def check_compiled(self, cluster: ClusterSpec, precision: Precision, compiles: bool | None) -> None:
+    def check_compiled(self, nodes: Iterable[NodeSpec], precision: Precision, compiles: bool | None) -> None:
         """Raises BadInput where an accelerator was measured under another `train.compile` than `compiles`."""
-        for node in cluster.nodes:
+        for node in nodes:
             own, wanted = self.device(node.device.name, precision), compiles_on_node(node, compiles)
             if own is not None and own.compiled not in (None, wanted):
                 was, now = ("compiled" if each else "not compiled" for each in (own.compiled, wanted))
@@ -161,7 +163,7 @@ class ProfileSpec(Spec):
     def link(self, level: str, operation: str) -> LinkTiming | None:
         """The slowest measured way of a level, or None: a collective is as fast as its slowest link."""
         found = [link for link in self.links if (link.level, link.operation) == (level, operation)]
-        return min(found, key=lambda link: link.gbytes_per_second, default=None)
+        return min(found, key=lambda link: (link.gbytes_per_second, -link.latency_seconds), default=None)
 
 
 def compiles_on_node(node: NodeSpec, compiles: bool | None) -> bool:
@@ -170,15 +172,17 @@ def compiles_on_node(node: NodeSpec, compiles: bool | None) -> bool:
 
 
 def load_profile(path: str | Path) -> ProfileSpec:
-    """The profile in a JSON file. Raises BadInput."""
-    return build(ProfileSpec, read_json(Path(path), "profile"), Source(str(path)), "profile")
+    """The profile in a JSON file; of equal points the slower counts. Raises BadInput."""
+    profile = build(ProfileSpec, read_json(Path(path), "profile", unique=True), Source(str(path)), "profile")
+    with asked_by(path):
+        return merge([profile])
 
 
 def profile_for(job: "Job", path: Path | None) -> ProfileSpec | None:
     """The profile at `path`, else the one the job names, else None. Raises BadInput, which names the file, and where the
     job names it, where it cannot be read or is not of the job's model and cluster."""
-    train = job.spec.train
-    wanted = job.described, job.cluster, train.precision, train.compile
+    train, nodes = job.spec.train, None if job.cluster is None else job.cluster.nodes
+    wanted = job.described, nodes, train.precision, train.compile
     if path is not None or job.spec.profile is None:
         return profile_of(path, *wanted) if path else None
     with asked_by(job.source.at(("profile",))):
@@ -186,19 +190,22 @@ def profile_for(job: "Job", path: Path | None) -> ProfileSpec | None:
 
 
 def profile_of(
-    file: Path, model: ModelSpec | None, cluster: ClusterSpec | None, precision: Precision, compiles: bool | None
+    file: Path,
+    model: ModelSpec | None,
+    nodes: Sequence[NodeSpec] | None,
+    precision: Precision,
+    compiles: bool | None,
 ) -> ProfileSpec:
-    """The profile in a file. Raises BadInput, which names it, where it is not of model, cluster and `train.compile`, as far
-    as these are known."""
+    """The profile in a file. Raises BadInput, which names it, where it is not of model, nodes and `train.compile`, as far
+    as these are known, or another version of hethub measured it."""
     profile = load_profile(file)
-    try:
-        if cluster is not None:
-            profile.check_devices(cluster, precision)
-            profile.check_compiled(cluster, precision, compiles)
+    with asked_by(file):
+        if nodes is not None:
+            profile.check_devices(nodes, precision)
+            profile.check_compiled(nodes, precision, compiles)
         if model is not None:
             profile.check_model(model)
-    except BadInput as error:
-        raise BadInput(f"{file}: {error}") from None
+        profile.check_version()
     return profile
 
 
@@ -220,7 +227,8 @@ def save_profile(profile: ProfileSpec, path: str | Path) -> None:
 def merge(profiles: Iterable[ProfileSpec]) -> ProfileSpec:
     """One profile of several nodes' measurements of the same model; of equal points the slower counts.
 
-    Raises BadInput where they measured unlike models, or by unlike versions of hethub.
+    Raises BadInput where they measured unlike models, by unlike versions of hethub, or an accelerator under unlike
+    `train.compile`.
     """
     profiles = list(profiles)
     first = profiles[0]
@@ -230,22 +238,33 @@ def merge(profiles: Iterable[ProfileSpec]) -> ProfileSpec:
             raise BadInput(
                 f"profiles of hethub {first.hethub} and {other.hethub} cannot be merged; measure again with one version."
             )
-    devices: dict[tuple[str, str], DeviceProfile] = {}
+    alike: dict[tuple[str, str], list[DeviceProfile]] = {}
     for device in (device for profile in profiles for device in profile.devices):
-        key = (device.accelerator, device.precision)
-        devices[key] = _slower(devices[key], device) if key in devices else device
-    links = tuple(link for profile in profiles for link in profile.links)
-    return first.replace(devices=tuple(devices.values()), links=links)
+        alike.setdefault((device.accelerator, device.precision), []).append(device)
+    links = dict.fromkeys(link for profile in profiles for link in profile.links)
+    return first.replace(devices=tuple(map(_slowest_of, alike.values())), links=tuple(links))
 
 
-def _slower(a: DeviceProfile, b: DeviceProfile) -> DeviceProfile:
-    updates = [d.optimizer_seconds_per_parameter for d in (a, b) if d.optimizer_seconds_per_parameter is not None]
-    return a.replace(
-        layers=_slowest((*a.layers, *b.layers)),
-        parts=_slowest((*a.parts, *b.parts)),
-        optimizer_seconds_per_parameter=max(updates, default=None),
-        optimizer_factor=max(a.optimizer_factor, b.optimizer_factor),
-        largest_micro_batch=smallest_micro_batch([a, b]),
+def _slowest_of(devices: Sequence[DeviceProfile]) -> DeviceProfile:
+    """One device type's measurements, the slower of equal points, as sure as the least sure of them. An optimizer that was
+    measured counts before one that was not."""
+    first = devices[0]
+    if len({device.compiled for device in devices}) > 1:
+        raise BadInput(
+            f"{first.accelerator} was measured in {first.precision} under unlike train.compile, as the keys `compiled` say; layers cost "
+            "otherwise then, so measure again under one."
+        )
+    update = max(
+        devices,
+        key=lambda own: ((own.optimizer_seconds_per_parameter or 0.0) * own.optimizer_factor, own.optimizer_factor),
+    )
+    return first.replace(
+        layers=_slowest(timing for device in devices for timing in device.layers),
+        parts=_slowest(timing for device in devices for timing in device.parts),
+        optimizer_seconds_per_parameter=update.optimizer_seconds_per_parameter,
+        optimizer_factor=update.optimizer_factor,
+        largest_micro_batch=smallest_micro_batch(devices),
+        half_width=max(devices, key=lambda own: own.width(packaged().interval)).half_width,
     )
 
 

@@ -1,6 +1,6 @@
 """Layer costs where a profile measured them: the roofline corrected by measured ratios."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -9,6 +9,7 @@ from hethub.predictor.cost.layer import LayerCost, Number, Part, PassSeconds
 from hethub.predictor.cost.profile import Corrections, DeviceProfile, LayerTiming, PartTiming
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.spec.accelerator import AcceleratorSpec, Precision
+from hethub.spec.layout.tensors import tp_degrees
 from hethub.spec.model import ModelSpec
 
 
@@ -73,20 +74,32 @@ def estimated_device(
     software: Software = HETHUB,
 ) -> DeviceProfile:
     """What is expected of an accelerator under `software`, in a profile's form, for micro-batches of 1 to `largest`
-    samples: only the ratios of later times to it count, and the half width of its 80 % intervals, if one is given."""
+    samples in every tensor-parallel degree: only the ratios of later times to it count, and the half width of its 80 %
+    intervals, if one is given."""
     cost = LayerCost(model, accelerator, seq_len, precision, software, constants)
     sizes = sorted({1 << bit for bit in range(largest.bit_length())} | {largest})
 
-    def timing(micro_batch: int, passes: PassSeconds) -> dict[str, Any]:
-        place = {"micro_batch": micro_batch, "seq_len": seq_len}
-        return {**place, "forward_seconds": passes.forward, "backward_seconds": passes.backward}
+    def timings(passes: Callable[[int, int], PassSeconds]) -> list[dict[str, Any]]:
+        """Of a part, by micro-batch and degree."""
+        return [
+            {
+                "micro_batch": size,
+                "seq_len": seq_len,
+                "tp": tp,
+                "forward_seconds": own.forward,
+                "backward_seconds": own.backward,
+            }
+            for size in sizes
+            for tp in tp_degrees(model)
+            for own in [passes(size, tp)]
+        ]
 
-    embedding = [PartTiming(part="embedding", **timing(size, cost.embedding(size))) for size in sizes]
-    head = [PartTiming(part="head", **timing(size, cost.head(size))) for size in sizes]
+    embedding = [PartTiming(part="embedding", **each) for each in timings(lambda size, tp: cost.embedding(size))]
+    head = [PartTiming(part="head", **each) for each in timings(lambda size, tp: cost.head(size, 1.0 / tp))]
     return DeviceProfile(
         accelerator=accelerator.name,
         precision=precision,
-        layers=tuple(LayerTiming(**timing(size, cost.layer(size))) for size in sizes),
+        layers=tuple(LayerTiming(**each) for each in timings(cost.layer)),
         parts=(*embedding, *head),
         half_width=half_width,
     )

@@ -247,7 +247,7 @@ def _measured_before(folder: RunFolder, job: Job, cluster: ClusterSpec) -> tuple
         made_for = load_plan(folder.plan).job
         profile = load_profile(folder.profile)
         profile.check_version()
-        profile.check_devices(cluster, job.spec.train.precision)
+        profile.check_devices(cluster.nodes, job.spec.train.precision)
         told = tell_apart_as(cluster, load_cluster(folder.cluster))
     except BadInput:
         return cluster, None

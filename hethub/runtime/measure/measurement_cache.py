@@ -12,7 +12,7 @@ import torch
 import hethub
 from hethub.kernels.device import Device
 from hethub.predictor.cost.profile import DeviceProfile
-from hethub.spec.documents import parse_json, unfinished_of
+from hethub.spec.documents import parse_json, write_whole
 from hethub.spec.errors import BadInput
 from hethub.spec.job import TrainSpec
 from hethub.spec.model import ModelSpec
@@ -58,11 +58,9 @@ class MeasurementCache:
 
 def keep(path: Path, data: dict[str, Any], what: str) -> str | None:
     """Writes a file of the cache, whole or not at all; where it cannot, what to tell the user of `what`."""
-    unfinished = unfinished_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, json.dumps(data, indent=1) + "\n")
     except OSError as error:
         return (
             f"{what} not remembered: {path.parent} cannot be written ({error.strerror}); name a folder that "

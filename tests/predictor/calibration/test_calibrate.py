@@ -18,7 +18,9 @@ from hethub.predictor.cost.constants import packaged, scales_key
 from hethub.predictor.cost.layer import LayerCost
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.profiled_layer import estimated_device
+from hethub.predictor.cost.software import hethub_software
 from hethub.spec.accelerator import find_accelerator
+from hethub.spec.model import ModelSpec
 from tests.predictor.calibration.test_validate import ROW, table
 from tests.predictor.plans import LLAMA_8B
 from tests.support.job_files import write_job
@@ -72,6 +74,19 @@ def test_a_chip_under_another_name_measured_as_predicted_stays_as_it_is(name: st
     assert priced.layer(2).total == before.layer(2).total
 
 
+def test_a_run_that_compiled_nothing_measured_as_predicted_changes_no_row() -> None:
+    """Its layers were held against compiled ones: rows of an A100 were foretold 52 % longer."""
+    device = find_accelerator("A100-SXM4-80GB")
+    measured = estimated_device(LLAMA_8B, device, 4096, "bf16", 4, software=hethub_software(False))
+    about = {"date": "", "hethub": hethub.__version__, "software": "test"}
+    own = ProfileSpec(**about, model=LLAMA_8B, devices=(measured.replace(compiled=False),))
+    before, after = (
+        LayerCost(LLAMA_8B, device, 4096, "bf16", constants=each)
+        for each in (packaged(), _with_speeds(packaged(), own))
+    )
+    assert after.layer(2).total == pytest.approx(before.layer(2).total, rel=1e-9)
+
+
 def test_a_chip_measured_in_both_half_precisions_is_as_slow_as_in_each() -> None:
     """They share their scales: two measurements that agree were taken as one on top of the other, 4 times as slow."""
     device = find_accelerator("MI300X")
@@ -98,14 +113,16 @@ def predicted(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def job_of(folder: Path, train: dict[str, object] | None = None, **model: object) -> Path:
+def job_of(
+    folder: Path, train: dict[str, object] | None = None, constraints: dict[str, object] | None = None, **model: object
+) -> Path:
     return write_job(
         folder,
         model={"name": "m", "layers": 8, **SHAPE, **model},
         cluster={"name": "eight", "nodes": NODES},
         train={"global_batch": 32, "seq_len": 1024, "precision": "bf16", **(train or {})},
         plan="auto",
-        constraints={"pp": 1, "tp": 1, "micro_batch": 1},
+        constraints=constraints or {"pp": 1, "tp": 1, "micro_batch": 1},
     )
 
 
@@ -131,9 +148,11 @@ def test_a_table_of_steps_as_predicted_changes_no_prediction_compiled_or_not(
     """The steps of a job that compiles nothing were foretold as if it did, 14 % shorter in a layer of 8 B."""
     own = rows(tmp_path / "rows", 1.0, *MANY)
     for compiles in (True, False):
-        job = job_of(tmp_path / f"{compiles}", {"compile": compiles})
+        cut = {"pp": 1, "tp": 2, "micro_batch": 1}  # more than one rank a replica, which "was beyond what was measured"
+        job = job_of(tmp_path / f"{compiles}", {"compile": compiles}, constraints=cut)
         plain, calibrated = (predicted(capsys, "predict", job, *more) for more in ((), ("--calibrate", own)))
         assert calibrated["step_seconds"] == pytest.approx(plain["step_seconds"], rel=1e-3), compiles
+        assert not calibrated["extrapolated"]
 
 
 def half_width(capsys: pytest.CaptureFixture[str], job: Path, own: Path) -> float:
@@ -166,14 +185,30 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def test_what_cannot_calibrate_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own, job = rows(tmp_path / "rows", 1.3, MANY[0]), job_of(tmp_path / "job")
-    for key, mine, theirs in (("hidden", 512, "1024"), ("family", "gpt", "llama")):
-        other = job_of(tmp_path / key, **{key: mine})
+    for key, mine, theirs in (
+        ("hidden", 512, "1024"), ("family", "gpt", "llama"), ("head_size", 256, "128"), ("sliding_window", 64, "None"),
+    ):  # fmt: skip
+        other = job_of(tmp_path / key, **{{"head_size": "head_dim"}.get(key, key): mine})
         told = refused(capsys, "predict", other, "--calibrate", own)
         assert f"row row0: it measured a model with {key} {theirs}, but model 'm' has {mine}" in told
+    assert predicted(capsys, "predict", job_of(tmp_path / "long", sliding_window=1024), "--calibrate", own)
     both = refused(capsys, "predict", job, "--calibrate", own, "--profile", tmp_path / "p.json")
     assert "leave one of them out" in both
     bad = table(tmp_path / "rows", {**ROW, **OWN, "step_seconds": -1})
     assert "row a: step_seconds is -1" in refused(capsys, "plan", job, "--calibrate", bad)
     assert "no row to calibrate by" in refused(capsys, "plan", job, "--calibrate", table(tmp_path / "rows"))
+    run_of = {"date": "", "software": "test", "model": {**SHAPE, "name": "m", "layers": 8}, "links": []}
+    usual = estimated_device(ModelSpec(**run_of["model"]), find_accelerator("H100-SXM5-80GB"), 1024, "bf16", 32)
+    strange = tmp_path / "calibration.json"  # other accelerators' corrected nothing, and nobody was told
+    for version, words in ((hethub.__version__, "the profile measured H100-SXM5-80GB in bf16"), ("0", "by hethub 0,")):
+        strange.write_text(json.dumps({**run_of, "hethub": version, "devices": [usual.to_dict()]}))
+        asked = ("validate", own) if version == "0" else ("predict", job)
+        told = refused(capsys, *asked, "--calibrate", strange)
+        assert f"{strange}: " in told
+        assert words in told
+    catalogue = tmp_path / "nodes.yaml"
+    catalogue.write_text(json.dumps({"nodes": NODES}))
+    size = ("size", job, "--tokens", "1e9", "--catalogue", catalogue)
+    assert strange.name in refused(capsys, *size, "--calibrate", strange)
     missing = refused(capsys, "size", job, "--tokens", "1e9", "--calibrate", tmp_path / "none.json")
     assert "none.json" in missing

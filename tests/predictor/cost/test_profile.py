@@ -10,6 +10,7 @@ import pytest
 import hethub
 from hethub.cli import run
 from hethub.predictor import LayerCost, predict
+from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.profile import Corrections, LinkTiming, ProfileSpec, load_profile, merge, save_profile
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost, estimated_device
 from hethub.spec.accelerator import find_accelerator
@@ -96,7 +97,16 @@ def test_no_microbatch_is_faster_than_the_ceiling(accelerator: str, seq_len: int
 
 def test_an_estimate_in_a_profiles_form_reaches_the_largest_microbatch() -> None:
     found = estimated_device(TINY, CORE, 128, "fp32", 6)
-    assert [timing.micro_batch for timing in found.layers] == [1, 2, 4, 6]
+    points = [(timing.micro_batch, timing.tp) for timing in found.layers]
+    assert points == list(product((1, 2, 4, 6), (1, 2, 4)))
+
+
+def test_a_head_of_few_words_takes_time_in_its_forward() -> None:
+    """Cut in four it had less than none: what its backward passes on was counted as longer than all of it."""
+    model = TINY.replace(hidden=2048, heads=8, kv_heads=8, vocab=512)
+    for name, tp in product(("T4", "MI250X-GCD", "A100-SXM4-80GB"), (1, 2, 4, 8)):
+        assert LayerCost(model, find_accelerator(name), 2048, "fp16").head(8, 1.0 / tp).forward > 0
+        assert estimated_device(model, find_accelerator(name), 2048, "fp16", 8).parts
 
 
 def test_of_several_ways_of_a_level_the_slowest_counts() -> None:
@@ -220,6 +230,76 @@ def test_merging_is_the_same_in_any_order() -> None:
     assert merge(pair) == merge(pair[::-1]) == pair[1]
 
 
+def test_merged_measurements_are_as_sure_as_the_least_sure_and_an_update_takes_no_longer_than_the_slowest() -> None:
+    """The first profile's half width counted, and one's seconds of an update times the other's factor: 6 ns for 3."""
+    usual = packaged().interval["profiled"]
+    for given, half_width in (((None, 0.3), 0.3), ((None, usual / 2), None), ((0.1, 0.3), 0.3)):
+        pair = [profile(devices=[profile().devices[0].replace(half_width=own)]) for own in given]
+        assert [merge(order).devices[0].half_width for order in (pair, pair[::-1])] == [half_width] * 2
+    for updates, slowest in ((((2e-9, 1.0), (1e-9, 3.0)), (1e-9, 3.0)), (((None, 5.0), (1e-9, 1.0)), (1e-9, 1.0))):
+        keys = ("optimizer_seconds_per_parameter", "optimizer_factor")
+        both = [profile(devices=[profile().devices[0].replace(**dict(zip(keys, own, strict=True)))]) for own in updates]
+        for order in (both, both[::-1]):
+            assert tuple(getattr(merge(order).devices[0], key) for key in keys) == slowest
+
+
+def test_measurements_under_unlike_train_compile_are_not_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first profile's word counted for the other's layers too."""
+    files = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for file, compiled in zip(files, (True, False), strict=True):
+        save_profile(profile(devices=[profile().devices[0].replace(compiled=compiled)]), file)
+    assert run(["profile", "--merge", *files, "--out", str(tmp_path / "both.json")]) == 2
+    told = capsys.readouterr().err
+    assert f"{files[1]}: CPU-core was measured in fp32 under unlike train.compile" in told
+    assert not (tmp_path / "both.json").exists()
+
+
+def test_of_points_and_devices_that_stand_twice_in_a_file_the_slower_counts(tmp_path: Path) -> None:
+    """The last point counted, and the first device; of links as fast as each other the first one's latency."""
+    whole, slow = profile().to_dict(), profile(6.0).to_dict()["devices"][0]
+    (device,), ways = whole["devices"], [
+        {"level": "in_node", "operation": "send", "latency_seconds": own, "gbytes_per_second": 1.0} for own in (0.1, 0.5)
+    ]  # fmt: skip
+    twice = {**device, "layers": [*device["layers"], slow["layers"][2]]}
+    for devices, expected in (
+        ([twice], [twice["layers"][2:] + device["layers"][:2]]),
+        ([device, slow], [slow["layers"]]),
+    ):
+        found = []
+        for order in (1, -1):
+            given = [{**own, "layers": own["layers"][::order]} for own in devices][::order]
+            (tmp_path / "own.json").write_text(json.dumps({**whole, "devices": given, "links": ways[::order]}))
+            read = load_profile(tmp_path / "own.json")
+            found.append(predict(LAYOUT, profile=read))
+            times = {(timing.micro_batch, timing.tp): timing.forward_seconds for timing in read.devices[0].layers}
+            for timing in expected[0]:
+                key = (timing["micro_batch"], timing["tp"])
+                assert times[key] >= timing["forward_seconds"]
+        assert found[0].step_seconds == found[1].step_seconds > 0.5
+
+
+def test_a_key_that_stands_twice_in_a_profile_is_refused(tmp_path: Path) -> None:
+    """The last one counted, and what stood under the first was gone without a word; in YAML it is refused."""
+    text = json.dumps(profile().to_dict())
+    (tmp_path / "own.json").write_text(text[:-1] + ', "links": [], "links": []}')
+    with pytest.raises(
+        BadInput, match=r"own.json: the profile is not valid JSON: key 'links' is given twice; keep one\."
+    ):
+        load_profile(tmp_path / "own.json")
+
+
+@pytest.mark.parametrize("key", ["forward_seconds", "backward_seconds"])
+def test_seconds_in_a_mistaken_unit_are_refused_by_their_key(key: str, tmp_path: Path) -> None:
+    """The step took nan seconds, for which the cluster's figures were blamed."""
+    content = profile().to_dict()
+    content["devices"][0]["layers"][0][key] = 1e308
+    (tmp_path / "own.json").write_text(json.dumps(content))
+    with pytest.raises(BadInput, match=rf"own.json: devices\[0\].layers\[0\].{key} is 1e\+308"):
+        load_profile(tmp_path / "own.json")
+
+
 def test_a_sliding_window_is_another_model() -> None:
     """Its layers were predicted to take what those without a window were measured to."""
     windowed = TINY.replace(sliding_window=16)
@@ -288,4 +368,6 @@ def test_measurements_under_another_train_compile_are_refused(
             told = capsys.readouterr().err
             assert is_refused == (wanted not in accepts), (compiles, wanted, told)
             assert not is_refused or ("own.json: the profile measured CPU-core" in told and "train.compile" in told)
+    size = ["size", str(job.path), "--tokens", "1e9", "--have", str(job.base / "cluster.yaml"), *given[2:4]]
+    assert option == "--profile" or run([*size, "--set", "train.compile=true"]) == 2  # counted there without a word
     assert own.as_compiled(job.cluster, None).devices[0].compiled is False  # on a CPU, whatever maker it stands for

@@ -1,6 +1,8 @@
 """What a rank measured is remembered for its device and versions, whole or not at all."""
 
+import errno
 import json
+import os
 import platform
 from pathlib import Path
 
@@ -117,6 +119,20 @@ def test_a_cache_that_cannot_be_written_is_said_and_nothing_more(tmp_path, monke
     cache = MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 0, 2, 0.06)
     assert cache.load() is None
     assert "HETHUB_CACHE" in (cache.save(curve(1.0)) or "")
+
+
+def test_what_a_full_disk_leaves_is_what_was_there(cache, tmp_path, monkeypatch):
+    """The part that was written stayed beside it under a name of its own, one more each time."""
+    cache.save(curve(1.0))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(Path, "replace", lambda self, target: full(0))
+    assert "No space left on device" in cache.save(curve(2.0))
+    assert cache.load() == curve(1.0)
+    assert [path.name for path in cache.path.parent.iterdir()] == [cache.path.name]
 
 
 def test_what_is_remembered_is_whole(cache):

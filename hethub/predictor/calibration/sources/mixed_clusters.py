@@ -30,7 +30,7 @@ def read_mixed(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
 
     Returned as `read_table` does. Raises BadInput where the file is no list.
     """
-    rows = read_json(path, "list of measured plans")
+    rows = read_json(path, "list of measured plans", unique=True)
     if not isinstance(rows, list):
         raise BadInput(
             f"{path}: measured plans on mixed clusters are a list; this holds {form_of(rows)}. Name such a file, a table (CSV) or a "

@@ -87,7 +87,7 @@ def _model(case: Path, plan: PlanSpec) -> ModelSpec:
 
 
 def _measured(path: Path) -> dict[str, float]:
-    data = read_json(path, "measurement")
+    data = read_json(path, "measurement", unique=True)
     if (
         not isinstance(data, dict)
         or not isinstance(data.get("step_seconds"), (int, float))
