@@ -117,13 +117,13 @@ def _sentences(found: Sizing, question: Question, measured: Container[str]) -> l
             answer = f"likely {answer}" if chosen.meets == "likely" else f"likely none of the options; maybe {answer}"
     sentences = [f"{asked}: {answer}", *left_out_sentences(found.left_out)]
     if alone := _alone(found, catalogue):
-        sentences.append(f"looked at alone: {alone}")
+        sentences.append(f"planned of one node type: {alone}")
     if found.not_looked_at:
         more = ", nor any of three and more" if len(catalogue.nodes) > 2 else ""
         least = "at least " if any(node.count > EVERY_COUNT for node in catalogue.nodes) else ""
         fixed = "" if question.have else "; --have fixes a part"
         sentences.append(
-            f"not looked at: {found.not_looked_at:,} mixtures of two node types, {least}{found.might_be_better:,} of which may be a better "
+            f"not planned: {found.not_looked_at:,} mixtures of two node types, {least}{found.might_be_better:,} of which may be a better "
             f"answer{more}{fixed}"
         )
     if assumed := assumed_speeds_of(found.node_types, catalogue, question.have, measured):

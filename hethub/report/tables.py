@@ -151,9 +151,12 @@ def print_prediction(
 ) -> None:
     """Step time with its parts and bounds, and the memory of every rank; `assumed`: accelerators of unknown speed."""
     low, high = prediction.step_seconds_interval
+    interval, mfu = f" (80 %: {low:.4g} to {high:.4g})", f", MFU {prediction.mfu:.1f} %"
+    if assumed:  # neither means anything
+        interval = mfu = ""
     console.print(
-        f"{strategy}, schedule {plan.schedule}: predicted {prediction.step_seconds:.4g} s a step (80 %: {low:.4g} to {high:.4g}), "
-        f"{prediction.tokens_per_second:,.0f} tokens/s, MFU {prediction.mfu:.1f} %"
+        f"{strategy}, schedule {plan.schedule}: predicted {prediction.step_seconds:.4g} s a step{interval}, "
+        f"{prediction.tokens_per_second:,.0f} tokens/s{mfu}"
     )
     bounds = [f"{prediction.percent_of_ceiling:.1f} % of the ceiling"]
     if prediction.percent_of_makers_alone is not None:

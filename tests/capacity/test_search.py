@@ -202,8 +202,8 @@ def test_mixtures_that_were_not_looked_at_are_counted() -> None:
     mixtures = sum(len(each.nodes) == 2 for each in (*found.options, *found.left_out))
     assert found.not_looked_at == 8 * 8 - mixtures
     page = said_of(found, question)
-    assert f"not looked at: {found.not_looked_at} mixtures of two node types" in page
-    assert "looked at alone: slow by 1, 2, 4, 8 of 8; fast by 1, 2, 4, 8 of 8" in page
+    assert f"not planned: {found.not_looked_at} mixtures of two node types" in page
+    assert "planned of one node type: slow by 1, 2, 4, 8 of 8; fast by 1, 2, 4, 8 of 8" in page
     together = Question(catalogue=CATALOGUE, tokens=800 * 20 * 86400 * 10, deadline_days=12.51)
     assert size(together, evaluate, mixtures=1).not_looked_at == 8 * 8 - 1
 

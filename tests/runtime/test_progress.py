@@ -49,7 +49,7 @@ def test_a_line_for_so_many_steps_says_everything_of_one(monkeypatch):
     assert out.getvalue().splitlines() == [line for line in lines if line]
     assert lines[2] == (
         "step 3/10  loss 2.5000  lr 1.00e-03  grad norm 0.750  0.500 s (predicted 0.400)  2,048 tokens/s (512 each)  "
-        "MFU 31.2 %  2.00 GiB"
+        "MFU 31.2 %  tensors 2.00 GiB"
     )
 
 

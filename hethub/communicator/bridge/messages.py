@@ -15,7 +15,7 @@ staged whole.
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -43,9 +43,10 @@ from hethub.communicator.work import (
 )
 from hethub.kernels.device import Device, Event
 from hethub.spec.errors import BadInput
-from hethub.spec.ranges import Range, split
+from hethub.spec.ranges import split
 
 _CHUNKS = Tuning()
+Start = Callable[[], Transfer]  # begins what a relay carries
 
 
 class Process(Protocol):
@@ -197,15 +198,15 @@ class PointToPoint:
         return self._links is not None and has_device and self._is_bridge(peer)
 
     def _send_bridged(self, tensor: torch.Tensor, peer: int, stage: int, operation: Operation) -> HethubWork:
-        flat, process = flat_of(tensor), self._process
+        flat, process, clock = flat_of(tensor), self._process, LegClock()
         ready = process.device.current_stream().record()
-        starts = [self._copy_down(flat[piece.start : piece.stop], ready, peer, stage) for piece in _chunks(flat)]
+        starts = [self._copy_down(piece, ready, peer, stage, clock) for piece in _chunks(flat)]
         work = HethubWork(operation, [tensor], process.callbacks)
         run = self._sends.behind(peer, lambda: [start() for start in starts])
-        process.callbacks.run(Job(run=run, work=work, count=self._counted(tensor, "send")))
+        process.callbacks.run(Job(run=run, work=work, count=self._counted(tensor, "send", clock)))
         return work
 
-    def _copy_down(self, piece: torch.Tensor, ready: Event, peer: int, stage: int) -> Callable[[], Transfer]:
+    def _copy_down(self, piece: torch.Tensor, ready: Event, peer: int, stage: int, clock: LegClock) -> Start:
         """Begins a chunk's copy to memory that its relay takes it from; the call waits for it, then sends it."""
         links = self._links
         assert links is not None
@@ -218,14 +219,13 @@ class PointToPoint:
                 return links.send(piece, peer, stage)
 
             return send
-        return CopiedDown(links, piece, peer, stage, ready, self._down, LegClock())
+        return CopiedDown(links, piece, peer, stage, ready, self._down, clock)
 
     def _receive_bridged(self, tensor: torch.Tensor, peer: int, stage: int, operation: Operation) -> "Arrival":
         links, process, flat = self._links, self._process, place_for(tensor)
         assert links is not None
         work, count = HethubWork(operation, [tensor], process.callbacks), self._counted(tensor, "receive")
-        pieces = [flat[piece.start : piece.stop] for piece in _chunks(flat)]
-        arrival = Arrival(work, flat, tensor, process.device)
+        arrival, pieces = Arrival(work, flat, tensor, process.device), _chunks(flat)
         if not self._stager.on_device(tensor):
             transfers = [links.receive(piece, peer, stage) for piece in pieces]
             process.callbacks.run(Job(run=lambda: wait_for(transfers), work=work, count=count))
@@ -305,14 +305,14 @@ class PointToPoint:
         return island_index(islands, other) != island_index(islands, self._process.rank)
 
     def _count_sent(self, tensor: torch.Tensor, peer: int) -> None:
-        is_bridge = self._is_bridge(peer)
         self._process.counters.count_sent(
-            self._label, self._members[peer], "gloo", is_bridge=is_bridge, num_bytes=tensor.nbytes
+            self._label, self._members[peer], "gloo", is_bridge=self._is_bridge(peer), num_bytes=tensor.nbytes
         )
 
-    def _counted(self, tensor: torch.Tensor, name: str) -> Callable[[float], None]:
-        """Counts one message and the seconds it was waited for."""
-        return functools.partial(self._process.counters.count_operation, self._label, name, tensor.nbytes)
+    def _counted(self, tensor: torch.Tensor, name: str, clock: LegClock | None = None) -> Callable[[float], None]:
+        """Counts one message, the seconds it was waited for, and those of a clock's legs."""
+        count = functools.partial(self._process.counters.count_operation, self._label, name, tensor.nbytes)
+        return count if clock is None else lambda seconds: count(seconds, clock.take())
 
     def _sender(self, peer: int) -> tuple[Worker, Stager]:
         with self._lock:
@@ -322,9 +322,9 @@ class PointToPoint:
             return self._senders[peer]
 
 
-def _chunks(flat: torch.Tensor) -> Iterator[Range]:
+def _chunks(flat: torch.Tensor) -> list[torch.Tensor]:
     """The same on both ranks: they know the message's size."""
-    return (piece for piece in split(flat.numel(), _CHUNKS.num_chunks(flat.nbytes)) if piece)
+    return [flat[piece.start : piece.stop] for piece in split(flat.numel(), _CHUNKS.num_chunks(flat.nbytes)) if piece]
 
 
 class Landed(WaitedWork):

@@ -77,8 +77,8 @@ class Collectives:
         return node
 
     def _wait_for_all_to_begin(self, stage: StageNodes, nodes: list[int], ahead: float) -> None:
-        """Lets nodes of a stage's replicas, which meet in collectives while they run, be through with no more than a part
-        `ahead` of themselves before the last of them begins."""
+        """Lets no replica's node pass the part `ahead` of its work before the nodes of all replicas have begun: they share
+        collectives while they run."""
         if len(nodes) < 2:
             return
         begin, graph = {run.nodes[0] for run in stage.apart}, self.graph

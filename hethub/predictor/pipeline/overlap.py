@@ -40,8 +40,8 @@ def delays(visits: Sequence[Visit], under_way: int = 2) -> list[float]:
     """By visit of a cycle that is under way, seconds from the end of the compute before it to its own.
 
     As an executor does them (hethub/runtime/state/zero.py): a visit that begins announces the next one, whose weights then
-    come, and starts the sum of the layer before, all in one order on one link. It waits for its weights, and behind what
-    adds to gradients until of the sums begun so far one less is left than may be `under_way`.
+    come, and starts the sum of the layer before, all in one order on one link. A visit waits for its weights. Behind what adds to
+    gradients the next one also waits until fewer than `under_way` sums are left.
     """
     if sum(map(max, [*zip(*visits, strict=True)][1:])) <= min(visits).compute:
         return [0.0] * len(visits)

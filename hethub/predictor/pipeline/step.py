@@ -1,7 +1,7 @@
 """A whole step from a layout's costs: every action replayed, and where the bottleneck's time went.
 
-A step takes as long as it is from one step's first forward to the next one's. Ranks do not begin together: who has the
-shorter update goes ahead while others still step, so each begins as much later than the first as its update is longer.
+A step is measured from its first forward to that of the next step. Ranks do not begin together: one with a shorter update
+begins the next step earlier, by the difference.
 
 Plans whose stages all cut the samples alike need no node per microbatch: their replicas form chains, and equal ones are
 replayed once. Under 1F1B `closed_form` extrapolates them from their steady state, elsewhere a folded layout does. Where

@@ -56,6 +56,7 @@ def combine(model: ModelSpec, cluster: ClusterSpec, curves: Sequence[DeviceProfi
             if curve.largest_micro_batch
             else "no room for the whole model"
         )
+        + (f", slower than others of {place.accelerator.name.split(MARK)[0]}" if MARK in place.accelerator.name else "")
         for place, curve in zip(told.places, curves, strict=True)
     ]
     return Measured(cluster=told, profile=profile, lines=lines)

@@ -92,7 +92,7 @@ class Optimizer:
 
     torch's fused AdamW does the arithmetic. Every element has one owner that counts it in the norm. With `offload:
     optimizer` moments and masters lie in `arena` and come to the device `brought_elements` at a time, the next while these
-    are stepped: then runs are no longer either, since a copy of an embedding's moments would go beside nothing.
+    are stepped. Runs are cut to that length too: the moments of a whole embedding in one copy would be hidden by nothing.
     """
 
     def __init__(

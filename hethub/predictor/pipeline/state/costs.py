@@ -328,14 +328,18 @@ class StateCosts:
         )
 
     def ends_with_tied(self, stage: int, portion: Portion, kind: Kind | None) -> tuple[bool, bool]:
-        """Whether an embedding that both ends of the stage use, a unit of its own, comes with a portion's first layer, and
-        with its last: once in a step (None) with the first; in a pass with the layer where that ends, to stay for the next,
-        if layers lie between. It has left before forwards behind weight gradients put off, and passes made in turn."""
-        parted = self.whole[stage].layers > 2
-        if kind is not Kind.FORWARD:
-            return portion.first and (parted or kind is None), False
-        left = self.in_passes(stage) or self.layout.plan.defers_wgrad
-        return portion.first and left, portion.last and parted
+        """Whether a tied embedding, a unit of its own in a single stage, is gathered with a portion's first layer, and with
+        its last. Once for a step (no `kind`) it is with the first. A forward gathers it with the last layer, for the head,
+        and it stays for the backward that follows; a backward with the first, and it stays for the next forward. Where
+        weight gradients are put off, or passes made in turn, it does not stay till the forward, which gathers it with the
+        first layer, too. With one or two layers it never leaves in between."""
+        leaves = self.whole[stage].layers > 2
+        if kind is None:
+            return portion.first, False
+        if kind is Kind.FORWARD:
+            again = self.in_passes(stage) or self.layout.plan.defers_wgrad
+            return portion.first and again, portion.last and leaves
+        return portion.first and leaves, False
 
     def _each_layer(
         self, portion: Portion, seconds: Callable[[Portion], float], with_tied: tuple[bool, bool]

@@ -28,8 +28,8 @@ SAME_MOMENT = 1e-12  # seconds, by which sums may be off
 
 
 class Paces(NamedTuple):
-    """Seconds per sample below which a flow's messages do not follow each other, where others go the same way and where
-    they go both; 0.0 where they come no faster, one pass of their sender after the other."""
+    """The least seconds per sample between two messages of a flow, as its links allow: while messages of its own direction
+    alone share them, and while those of both directions do. 0.0 where the passes of the sender take longer anyway."""
 
     one_way: float
     two_way: float
