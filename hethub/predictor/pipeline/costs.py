@@ -156,16 +156,18 @@ class PlanCosts:
         forward, backward, weight = map(max, zip(*each, strict=True))
         tp_forward, tp_backward = self._tensor_parallel_seconds(stage, spec, unlike, samples, portion)
         passes = (forward + tp_forward, backward + tp_backward)
-        beside = (portion, self._ends(unlike, samples, portion), self._message_seconds(stage, samples))
-        rounds = self.state.round_seconds(stage, (passes[0], passes[1] - weight, weight), *beside)
-        slowed = self.state.slowed_passes(stage, passes, portion, samples / spec.samples)
-        dp_forward, dp_backward = rounds[0] + slowed[0], rounds[1] + slowed[1]
+        copies = [0.0, 0.0]
         if "activations" in self.layout.stages[stage].offload:
-            shown = [self.state.copying_seconds(stage, spec, samples, portion.layers, seconds) for seconds in passes]
-            dp_forward, dp_backward = dp_forward + shown[0], dp_backward + shown[1]
+            copies = [self.state.copying_seconds(stage, spec, samples, portion.layers, seconds) for seconds in passes]
+        beside = (portion, self._ends(unlike, samples, portion), self._message_seconds(stage, samples))
+        # Collectives go on while a pass waits for its copies.
+        rounds = self.state.round_seconds(
+            stage, (passes[0] + copies[0], passes[1] - weight + copies[1], weight), *beside
+        )
+        slowed = self.state.slowed_passes(stage, passes, portion, samples / spec.samples)
         return MicrobatchCost(
-            Parts(forward, tp_forward, dp_forward),
-            Parts(backward - weight, tp_backward, dp_backward),
+            Parts(forward, tp_forward, rounds[0] + slowed[0] + copies[0]),
+            Parts(backward - weight, tp_backward, rounds[1] + slowed[1] + copies[1]),
             Parts(weight, 0.0, rounds[2]),
         )
 
