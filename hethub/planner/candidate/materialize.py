@@ -1,7 +1,7 @@
 """Candidates made into plans that can be bound: samples divided by speed, microbatches in flight, ranks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, assign_units
@@ -46,9 +46,9 @@ def materialize(
     assigned = assign_units(candidate, problem)
     if assigned is None:
         return None
-    divided = _divided(candidate, assigned, problem, worker)
     stages = []
-    for index, (stage, own, by_speed) in enumerate(zip(candidate.stages, assigned, divided, strict=True)):
+    for index, (stage, own) in enumerate(zip(candidate.stages, assigned, strict=True)):
+        by_speed = _divided(candidate, index, own, problem, worker)
         samples = [n + more for n, more in zip(by_speed, stage.nudges, strict=True)] if stage.nudges else by_speed
         if min(samples) < 1:
             return None
@@ -70,27 +70,16 @@ def chunked(layers: Sequence[int], chunks: int) -> list[tuple[tuple[int, int], .
     return [tuple(own) for own in found]
 
 
-def _divided(candidate: Candidate, assigned: Sequence[Assigned], problem: Problem, worker: WorkerOf) -> list[list[int]]:
-    """The samples of every stage's replicas, by speed unless the candidate says evenly."""
-    counts, total = candidate.replica_counts, problem.batch.global_batch
-    like = len(set(counts)) == 1 and all(len(stage.groups) == 1 for stage in candidate.stages)
-    if candidate.even or like:
-        return [[part.size for part in split(total, count)] for count in counts]
-    workers = [_workers(candidate, index, own, worker) for index, own in enumerate(assigned)]
-    # Else a slow replica's micro-batch would be smaller than what is given.
-    least = problem.constraints.micro_batch or 1
-    return [divide(total, stage, least) for stage in workers]
-
-
-def _workers(candidate: Candidate, index: int, assigned: Assigned, worker: WorkerOf) -> list[Worker]:
-    stage = candidate.stages[index]
+def _divided(candidate: Candidate, index: int, assigned: Assigned, problem: Problem, worker: WorkerOf) -> list[int]:
+    """The samples of a stage's replicas: by speed, unless all are alike or the candidate says evenly."""
+    stage, total = candidate.stages[index], problem.batch.global_batch
+    if candidate.even or len(stage.groups) == 1:
+        return [part.size for part in split(total, len(assigned))]
     first, last = index == 0, index == len(candidate.stages) - 1
-
-    @cache
-    def of(device_type: int, tp: int, micro_batch: int) -> Worker:
-        return worker(stage, ReplicaGroup(device_type, tp, micro_batch, 1), first, last)
-
-    return [of(unit.device_type, unit.tp, micro_batch) for unit, micro_batch in assigned]
+    workers = {own[:3]: worker(stage, own, first, last) for own in stage.groups}
+    each = [workers[unit.device_type, unit.tp, micro_batch] for unit, micro_batch in assigned]
+    # Else a slow replica's micro-batch would be smaller than what is given.
+    return divide(total, each, problem.constraints.micro_batch or 1)
 
 
 def plan_of(
