@@ -8,7 +8,7 @@ from hethub.planner.candidate.candidate import Candidate, CandidateStage, Replic
 from hethub.planner.candidate.samples import Worker, divide
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
-from hethub.spec.ranges import split
+from hethub.spec.ranges import from_sizes, split
 
 
 class Replica(NamedTuple):
@@ -61,13 +61,8 @@ def materialize(
 def chunked(layers: Sequence[int], chunks: int) -> list[tuple[tuple[int, int], ...]]:
     """Per stage of so many layers its chunks [start, stop), chunk by chunk over the stages, as even as can be."""
     sizes = [[part.size for part in split(own, chunks)] for own in layers]
-    found: list[list[tuple[int, int]]] = [[] for _ in layers]
-    start = 0
-    for chunk in range(chunks):
-        for stage, own in enumerate(sizes):
-            found[stage].append((start, start + own[chunk]))
-            start += own[chunk]
-    return [tuple(own) for own in found]
+    every = from_sizes(own[chunk] for chunk in range(chunks) for own in sizes)
+    return [tuple(every[stage :: len(layers)]) for stage in range(len(layers))]
 
 
 def _divided(candidate: Candidate, index: int, assigned: Assigned, problem: Problem, worker: WorkerOf) -> list[int]:
