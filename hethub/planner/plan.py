@@ -34,8 +34,8 @@ from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import ScheduleName
 
-LOOKED_AT = ((128, 4), (1024, 2))  # up to so many accelerators, plans compared with the fastest over all scenarios
-LEAST_LOOKED_AT = 1  # beyond
+# Up to so many accelerators, plans compared with the fastest over all scenarios.
+LOOKED_AT = ((128, 4), (1024, 2), (float("inf"), 1))
 SEARCHED = ("tp", "pp", "dp", "micro_batch", "max_micro_batch", "schedule", "recompute", "zero", "forbid")
 WIDER = 4  # times as many are looked at in the middle of the scenarios
 ALIKE = 1e-5  # of a step, far less than any prediction resolves
@@ -162,7 +162,7 @@ def _steadiest(incumbent: Incumbent, outlooks: Outlooks, fastest: Evaluation) ->
     """Of the fastest unlike plans the one with the smallest mean over the scenarios. Compared are the fastest and those
     with the shortest step in the middle of the scenarios, which is hardly ever above the mean."""
     size = incumbent.problem.size
-    most = next((number for largest, number in LOOKED_AT if size <= largest), LEAST_LOOKED_AT)
+    most = next(number for largest, number in LOOKED_AT if size <= largest)
     chosen, least = fastest, outlooks.of(fastest.plan).objective_seconds
     if incumbent.out_of_time:
         return chosen
