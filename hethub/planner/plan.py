@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice, takewhile
@@ -15,11 +14,10 @@ from hethub.planner.evaluate.outlook import Outlooks
 from hethub.planner.evaluate.processes import uncollected
 from hethub.planner.exhaustive.search import refuse_larger, search_exhaustively
 from hethub.planner.explain.bottlenecks import bottlenecks
-from hethub.planner.explain.homogeneous_sum import Alone, homogeneous_parts_beside, makers_alone_tokens_per_second
+from hethub.planner.explain.homogeneous_sum import homogeneous_parts_beside, makers_alone_tokens_per_second
 from hethub.planner.explain.infeasible import nothing_fits
 from hethub.planner.explain.unsearched import not_searched
 from hethub.planner.generate.families import FAMILIES
-from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.planner.result import FamilyRow, PlanResult, RunnerUp
@@ -36,8 +34,8 @@ from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import ScheduleName
 
-LOOKED_AT = ((128, 4), (1024, 2))  # up to so many accelerators, plans compared with the fastest over all scenarios
-LEAST_LOOKED_AT = 1  # beyond
+# Up to so many accelerators, plans compared with the fastest over all scenarios.
+LOOKED_AT = ((128, 4), (1024, 2), (float("inf"), 1))
 SEARCHED = ("tp", "pp", "dp", "micro_batch", "max_micro_batch", "schedule", "recompute", "zero", "forbid")
 WIDER = 4  # times as many are looked at in the middle of the scenarios
 ALIKE = 1e-5  # of a step, far less than any prediction resolves
@@ -71,7 +69,9 @@ def plan(
     started = time.perf_counter()
     problem = pose(model, cluster, Batch(*train), constraints, profile=profile, software=software)
     incumbent = Incumbent(problem)
-    with _alone(incumbent, with_bounds, processes) as found_alone:
+    # Under a time limit nothing runs beside the search.
+    beside = processes if with_bounds and incumbent.limit_seconds is None else 1
+    with homogeneous_parts_beside(problem, beside) as found_alone:
         best = find(incumbent, strategy)
         rows = _families(incumbent, strategy) if explain else {}
         if strategy == "auto":
@@ -80,7 +80,8 @@ def plan(
             raise BadInput(nothing_fits(incumbent, strategy))
         fastest, outlooks = best, Outlooks(problem, processes)
         best = _steadiest(incumbent, outlooks, fastest) if strategy == "auto" else fastest
-        alone = found_alone()
+        # A search cut short would understate the bound.
+        alone = found_alone() if with_bounds and not incumbent.out_of_time else None
     prediction = best.prediction.beside_makers_alone(makers_alone_tokens_per_second(alone))
     tokens, outlook = problem.batch.global_batch * problem.batch.seq_len, outlooks.of(best.plan)
     return PlanResult(
@@ -101,18 +102,6 @@ def plan(
         candidates=len(incumbent.tried),
         search_seconds=time.perf_counter() - started,
     )
-
-
-@contextmanager
-def _alone(incumbent: Incumbent, wanted: bool, processes: int) -> Iterator[Callable[[], Alone]]:
-    """What gives every device type's best plan by itself, if it is wanted; None where time is up, since a search cut short
-    would understate the bound. Under a time limit nothing runs beside the search."""
-    problem = incumbent.problem
-    beside = wanted and processes > 1 and incumbent.limit_seconds is None
-    if beside:
-        tabulate(problem, incumbent.costs.unit_costs)  # probes memory: processes forked behind it share what was found
-    with homogeneous_parts_beside(problem, processes if beside else 1) as found:
-        yield lambda: found() if wanted and not incumbent.out_of_time else None
 
 
 def _families(incumbent: Incumbent, strategy: str) -> dict[str, Evaluation | None]:
@@ -173,12 +162,13 @@ def _steadiest(incumbent: Incumbent, outlooks: Outlooks, fastest: Evaluation) ->
     """Of the fastest unlike plans the one with the smallest mean over the scenarios. Compared are the fastest and those
     with the shortest step in the middle of the scenarios, which is hardly ever above the mean."""
     size = incumbent.problem.size
-    most = next((number for largest, number in LOOKED_AT if size <= largest), LEAST_LOOKED_AT)
+    most = next(number for largest, number in LOOKED_AT if size <= largest)
     chosen, least = fastest, outlooks.of(fastest.plan).objective_seconds
     if incumbent.out_of_time:
         return chosen
-    unlike = takewhile(lambda own: own.seconds < least, _unlike(incumbent, fastest))
-    near = list(islice(unlike, WIDER * most))
+    # In more than ZeRO levels, samples and microbatches in flight.
+    unlike = _first_of_each(incumbent, partial(_shape, incumbent.problem), [fastest])
+    near = list(islice(takewhile(lambda own: own.seconds < least, unlike), WIDER * most))
     of_other_ranks = _first_of_each(incumbent, lambda own: own.plan.unused, [fastest, *near])
     near += takewhile(lambda own: own.seconds < least, of_other_ranks)
     middles = outlooks.in_the_middle([own.plan for own in near])
@@ -227,12 +217,6 @@ def _offloading_less(incumbent: Incumbent, chosen: Evaluation) -> Iterator[Evalu
 
 def _is_longer(one: Evaluation, other: Evaluation) -> bool:
     return one.seconds > (1 + ALIKE) * other.seconds
-
-
-def _unlike(incumbent: Incumbent, other: Evaluation) -> Iterator[Evaluation]:
-    """The plans that differ from one and from each other in more than ZeRO levels, samples and microbatches in flight,
-    the fastest first."""
-    return _first_of_each(incumbent, partial(_shape, incumbent.problem), [other])
 
 
 def _first_of_each(

@@ -1,14 +1,14 @@
 """Candidates made into plans that can be bound: samples divided by speed, microbatches in flight, ranks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, assign_units
 from hethub.planner.candidate.samples import Worker, divide
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
-from hethub.spec.ranges import split
+from hethub.spec.ranges import from_sizes, split
 
 
 class Replica(NamedTuple):
@@ -46,9 +46,9 @@ def materialize(
     assigned = assign_units(candidate, problem)
     if assigned is None:
         return None
-    divided = _divided(candidate, assigned, problem, worker)
     stages = []
-    for index, (stage, own, by_speed) in enumerate(zip(candidate.stages, assigned, divided, strict=True)):
+    for index, (stage, own) in enumerate(zip(candidate.stages, assigned, strict=True)):
+        by_speed = _divided(candidate, index, own, problem, worker)
         samples = [n + more for n, more in zip(by_speed, stage.nudges, strict=True)] if stage.nudges else by_speed
         if min(samples) < 1:
             return None
@@ -61,36 +61,20 @@ def materialize(
 def chunked(layers: Sequence[int], chunks: int) -> list[tuple[tuple[int, int], ...]]:
     """Per stage of so many layers its chunks [start, stop), chunk by chunk over the stages, as even as can be."""
     sizes = [[part.size for part in split(own, chunks)] for own in layers]
-    found: list[list[tuple[int, int]]] = [[] for _ in layers]
-    start = 0
-    for chunk in range(chunks):
-        for stage, own in enumerate(sizes):
-            found[stage].append((start, start + own[chunk]))
-            start += own[chunk]
-    return [tuple(own) for own in found]
+    every = from_sizes(own[chunk] for chunk in range(chunks) for own in sizes)
+    return [tuple(every[stage :: len(layers)]) for stage in range(len(layers))]
 
 
-def _divided(candidate: Candidate, assigned: Sequence[Assigned], problem: Problem, worker: WorkerOf) -> list[list[int]]:
-    """The samples of every stage's replicas, by speed unless the candidate says evenly."""
-    counts, total = candidate.replica_counts, problem.batch.global_batch
-    like = len(set(counts)) == 1 and all(len(stage.groups) == 1 for stage in candidate.stages)
-    if candidate.even or like:
-        return [[part.size for part in split(total, count)] for count in counts]
-    workers = [_workers(candidate, index, own, worker) for index, own in enumerate(assigned)]
-    # Else a slow replica's micro-batch would be smaller than what is given.
-    least = problem.constraints.micro_batch or 1
-    return [divide(total, stage, least) for stage in workers]
-
-
-def _workers(candidate: Candidate, index: int, assigned: Assigned, worker: WorkerOf) -> list[Worker]:
-    stage = candidate.stages[index]
+def _divided(candidate: Candidate, index: int, assigned: Assigned, problem: Problem, worker: WorkerOf) -> list[int]:
+    """The samples of a stage's replicas: by speed, unless all are alike or the candidate says evenly."""
+    stage, total = candidate.stages[index], problem.batch.global_batch
+    if candidate.even or len(stage.groups) == 1:
+        return [part.size for part in split(total, len(assigned))]
     first, last = index == 0, index == len(candidate.stages) - 1
-
-    @cache
-    def of(device_type: int, tp: int, micro_batch: int) -> Worker:
-        return worker(stage, ReplicaGroup(device_type, tp, micro_batch, 1), first, last)
-
-    return [of(unit.device_type, unit.tp, micro_batch) for unit, micro_batch in assigned]
+    workers = {own[:3]: worker(stage, own, first, last) for own in stage.groups}
+    each = [workers[unit.device_type, unit.tp, micro_batch] for unit, micro_batch in assigned]
+    # Else a slow replica's micro-batch would be smaller than what is given.
+    return divide(total, each, problem.constraints.micro_batch or 1)
 
 
 def plan_of(

@@ -25,7 +25,7 @@ class Branch(NamedTuple):
 
     def p2p_seconds(self, above: int) -> np.ndarray:
         """Seconds over a boundary: [replica above, replica below, samples]."""
-        return self.costs.p2p_seconds(self.shape, above)
+        return self.costs.p2p_seconds(*self.shape[above : above + 2])
 
 
 class Point(NamedTuple):

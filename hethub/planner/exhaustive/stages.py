@@ -258,15 +258,12 @@ class StageCosts:
     @memoized
     def nearest(self, shape: Shape) -> list[float]:
         """By boundary, seconds of one sample between the replicas that are nearest to each other."""
-        return [float(self.p2p_seconds(shape, above)[..., 1].min()) for above in range(len(shape) - 1)]
-
-    def p2p_seconds(self, shape: Shape, above: int) -> np.ndarray:
-        """Seconds from a replica of a stage to one of the next, or back: [replica above, replica below, samples]."""
-        return self._between(*shape[above : above + 2])
+        return [float(self.p2p_seconds(*pair)[..., 1].min()) for pair in pairwise(shape)]
 
     @memoized
-    def _between(self, above: Units, below: Units) -> np.ndarray:
-        """The same of two stages, whatever stands beside them."""
+    def p2p_seconds(self, above: Units, below: Units) -> np.ndarray:
+        """Seconds from a replica of a stage to one of the next, or back, whatever stands beside them: [replica above, replica
+        below, samples]."""
         costs = self._costs((above, below), [1, self.problem.model.layers - 1], 1, self.recomputes[0])
         each = (costs.boundary(0, *where) for where in np.ndindex(len(above), len(below), self.most + 1))
         return np.fromiter(each, float).reshape(len(above), len(below), -1)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.evaluate.processes import forked
-from hethub.planner.problem.problem import DeviceType, Problem
+from hethub.planner.problem.problem import Problem
 from hethub.planner.result import HomogeneousPart
 from hethub.planner.search.auto import search
 from hethub.planner.search.effort import effort_for
@@ -43,22 +43,19 @@ def makers_alone_tokens_per_second(alone: Alone) -> float | None:
     return sum(part.tokens_per_second for part in alone) if alone else None
 
 
-_Part = tuple[DeviceType, Problem]  # one device type of the whole problem, and the problem on it alone
-
-
-def _parts(problem: Problem) -> list[_Part] | None:
-    """Every device type with its part of the batch, in the file's order; None where one's is no sample, or its machines
-    are too small for the degree given."""
+def _parts(problem: Problem) -> list[Problem] | None:
+    """The problem on every device type alone, with its part of the batch, in the file's order; None where one's is no sample,
+    or its machines are too small for the degree given."""
     costs = UnitCosts(problem)
     weights = [device_type.size * costs.layer_rate(index) for index, device_type in enumerate(problem.device_types)]
     found = []
-    for index, (device_type, weight) in enumerate(zip(problem.device_types, weights, strict=True)):
-        samples = divisible(problem.batch.global_batch * weight / sum(weights))
+    for index in sorted(range(len(weights)), key=lambda index: problem.device_types[index].ranks[0]):
+        samples = divisible(problem.batch.global_batch * weights[index] / sum(weights))
         alone = problem.of_device_type(index)
         if not samples or not alone.usable:
             return None
-        found.append((device_type, replace(alone, batch=problem.batch._replace(global_batch=samples))))
-    return sorted(found, key=lambda part: part[0].ranks[0])
+        found.append(replace(alone, batch=problem.batch._replace(global_batch=samples)))
+    return found
 
 
 def divisible(samples: float) -> int:
@@ -68,9 +65,10 @@ def divisible(samples: float) -> int:
     return step * round(samples / step)
 
 
-def _alone(part: _Part) -> HomogeneousPart | None:
-    """The device type's best plan, as `auto` finds it; where nothing fits, its best plan without a memory limit, marked so."""
-    device_type, problem = part
+def _alone(problem: Problem) -> HomogeneousPart | None:
+    """The best plan of one device type, as `auto` finds it; where nothing fits, its best plan without a memory limit, marked
+    so."""
+    device_type = problem.device_types[0]
     for lifted in (False, True):
         incumbent = Incumbent(problem, ignore_memory=lifted)
         best = search(incumbent, effort_for(problem))
@@ -78,7 +76,7 @@ def _alone(part: _Part) -> HomogeneousPart | None:
             return HomogeneousPart(
                 accelerator=device_type.accelerator.name,
                 island=device_type.island,
-                count=device_type.size,
+                count=problem.size,
                 global_batch=problem.batch.global_batch,
                 tokens_per_second=best.prediction.tokens_per_second,
                 memory_lifted=lifted,

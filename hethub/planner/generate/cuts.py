@@ -1,14 +1,14 @@
 """The best equal cuts over all settings by rough estimate, without looking at settings that cannot be among them."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, to_candidate
-from hethub.planner.generate.equal import Arrangements, Cuts, Stages, cut_equally
+from hethub.planner.generate.equal import Arrangements, Stages, cut_equally
 from hethub.planner.generate.table import Table, orders
 from hethub.planner.problem.problem import Problem
 
@@ -44,35 +44,6 @@ class Lines(NamedTuple):
         return table.units[self.rows] // self.stages
 
 
-class _Kept:
-    """The `number` best cuts so far, few of each combination, or of each number of stages, and below which estimate
-    a new one would enter."""
-
-    def __init__(self, number: int, by_depth: bool) -> None:
-        self.number, self.limit, self.worst = number, float("inf"), float("inf")
-        self.by_depth = by_depth
-        self.cuts: list[Cut] = []
-
-    def add(self, lines: Lines, arranged: Arrangements, found: Cuts) -> None:
-        """Takes in what is good enough of some lines, arranged and cut."""
-        layers, seconds = found
-        near = np.flatnonzero(seconds < self.worst)
-        each = (own[near].tolist() for own in (seconds, lines.rows, lines.orders))
-        held = (tuple(layers[arranged.stages.at(one)].tolist()) for one in near.tolist())
-        new = map(Cut, *each, held)
-        per_sort: Counter[int] = Counter()
-        kept: list[Cut] = []
-        for cut in sorted([*self.cuts, *new], key=itemgetter(0)):
-            sort = len(cut.layers) if self.by_depth else cut.row
-            if per_sort[sort] < PER_SORT and len(kept) < self.number:
-                per_sort[sort] += 1
-                kept.append(cut)
-        self.cuts = kept
-        if kept:
-            self.worst = kept[-1].seconds if len(kept) == self.number else float("inf")
-            self.limit = self.worst if self.by_depth else min(self.worst, ESTIMATE_ERR * kept[0].seconds)
-
-
 def best_cuts(
     problem: Problem, table: Table, number: int, *, by_depth: bool = False, pure: bool = False
 ) -> list[Candidate]:
@@ -88,15 +59,38 @@ def best_cuts(
     least = table.bound[lines.rows] + table.through[lines.rows] * (1 - 2 / (lines.stages + 1))
     ranked = np.argsort(least, kind="stable")
     lines, least = lines.at(ranked), least[ranked]
-    kept = _Kept(number, by_depth)
+    kept: list[Cut] = []
+    worst = limit = float("inf")  # below which estimate a new one would enter; what lines must be below
     start, stop = 0, FIRST_LOOK
-    while start < len(least) and least[start] < kept.limit:
-        own = start + np.flatnonzero(least[start:stop] < kept.limit)
+    while start < len(least) and least[start] < limit:
+        own = start + np.flatnonzero(least[start:stop] < limit)
         some = lines.at(own[np.argsort(lines.stages[own], kind="stable")])  # the shallow ones first among equals
-        arranged = compositions(table, some, tried)
-        kept.add(some, arranged, cut_equally(problem, table, arranged))
+        kept = _best([*kept, *_cut(problem, table, some, tried, worst)], number, by_depth)
+        if len(kept) == number:
+            worst = kept[-1].seconds
+        limit = worst if by_depth or not kept else min(worst, ESTIMATE_ERR * kept[0].seconds)
         start, stop = stop, stop + BATCH
-    return [_candidate(problem, table, tried, cut) for cut in kept.cuts]
+    return [_candidate(problem, table, tried, cut) for cut in kept]
+
+
+def _cut(problem: Problem, table: Table, lines: Lines, tried: Sequence[tuple[int, ...]], below: float) -> Iterator[Cut]:
+    """The best cuts of lines whose estimates are below so many seconds."""
+    arranged = compositions(table, lines, tried)
+    layers, seconds = cut_equally(problem, table, arranged)
+    near = np.flatnonzero(seconds < below)
+    each = (own[near].tolist() for own in (seconds, lines.rows, lines.orders))
+    return map(Cut, *each, (tuple(layers[arranged.stages.at(one)].tolist()) for one in near.tolist()))
+
+
+def _best(cuts: Iterable[Cut], number: int, by_depth: bool) -> list[Cut]:
+    """The `number` best cuts, few of each combination, or of each number of stages."""
+    per_sort, kept = Counter[int](), list[Cut]()
+    for cut in sorted(cuts, key=itemgetter(0)):
+        sort = len(cut.layers) if by_depth else cut.row
+        if per_sort[sort] < PER_SORT and len(kept) < number:
+            per_sort[sort] += 1
+            kept.append(cut)
+    return kept
 
 
 def _candidate(problem: Problem, table: Table, tried: Sequence[tuple[int, ...]], cut: Cut) -> Candidate:

@@ -1,10 +1,9 @@
 """What the search enumerates: TP degrees, micro-batches and recompute by device type, and the lines of units that they form;
 all combinations as arrays, so that thousands are estimated at once."""
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.memory_model import Coefficients
 from hethub.planner.estimate.memory_probes import Mode
 from hethub.planner.problem.problem import Combination, Problem, Unit
-from hethub.predictor.cost.cache import memoized
 from hethub.spec.plan import Recompute
 
 MOST_DEGREES = 1024  # choices of a TP degree for every device type
@@ -118,42 +116,6 @@ _FIGURES = ("layer", "embedding", "head", "microbatch", "capacity")
 _ARRAYS = ("device_types", "counts", *_FIGURES, "bound", "through")
 
 
-def tabulate(problem: Problem, costs: UnitCosts, used: Collection[int] | None = None) -> Table:
-    """The table of all combinations that the problem's constraints allow, of the device types used: of all that can be where
-    none are named."""
-    used = problem.usable if used is None else used
-    settings, records = tuple(product(micro_batch_choices(problem, used), problem.recomputes)), _Records(problem, costs)
-    degrees_of = degrees_by_device_type(problem, used)
-    sorts = [
-        {tp: records.sorts(device_type, tp, settings) if tp else [] for tp in some}
-        for device_type, some in enumerate(degrees_of)
-    ]
-    every = degree_choices(degrees_of)
-    groups = [[sort for device_type, tp in enumerate(degrees) for sort in sorts[device_type][tp]] for degrees in every]
-    width = max(map(len, groups))
-    device_types, counts = np.full((len(every), width), -1), np.zeros((len(every), width), dtype=np.int64)
-    numbered = np.zeros((len(every), len(settings), width), dtype=np.int64)  # 0: a blank record
-    for row, group in enumerate(groups):
-        for place, (example, number, own) in enumerate(group):
-            device_types[row, place], counts[row, place], numbered[row, :, place] = example.device_type, number, own
-    index, counts = numbered.reshape(-1, width), counts.repeat(len(settings), axis=0)
-    figures = dict(zip(_FIGURES, np.array(records.figures)[index].transpose(2, 0, 1), strict=True))
-    present = counts > 0
-    rate = np.where(present, counts / figures["layer"], 0.0).sum(axis=1)
-    table = Table(
-        used=frozenset(used),
-        combinations=tuple(Combination(degrees, *setting) for degrees in every for setting in settings),
-        examples=tuple(own for group in groups for own in [tuple(sort.example for sort in group)] * len(settings)),
-        device_types=device_types.repeat(len(settings), axis=0),
-        counts=counts,
-        memory=Coefficients(*(np.array(part)[index] for part in zip(*records.memory, strict=True))),
-        bound=problem.batch.global_batch * problem.model.layers / rate,
-        through=problem.model.layers * np.where(present, figures["microbatch"], np.inf).min(axis=1),
-        **figures,
-    )
-    return table.only(np.argsort(table.bound, kind="stable"))
-
-
 class _Sort(NamedTuple):
     """Like units of a device type: one of them, how many there are, and by setting the number of their record."""
 
@@ -162,35 +124,54 @@ class _Sort(NamedTuple):
     records: list[int]
 
 
-class _Records:
-    """Figures and memory of every sort of unit under every micro-batch and recompute, each once; number 0 is blank."""
+def tabulate(problem: Problem, costs: UnitCosts, used: Collection[int] | None = None) -> Table:
+    """The table of all combinations that the problem's constraints allow, of the device types used: of all that can be where
+    none are named."""
+    used = problem.usable if used is None else used
+    settings = tuple(product(micro_batch_choices(problem, used), problem.recomputes))
+    every = degree_choices(degrees_by_device_type(problem, used))
+    figures_of, memory_of = [(1.0,) * len(_FIGURES)], [Coefficients(*(np.zeros(4) for _ in Coefficients._fields))]
 
-    def __init__(self, problem: Problem, costs: UnitCosts) -> None:
-        self.problem, self.costs = problem, costs
-        self.figures: list[tuple[float, ...]] = [(1.0,) * len(_FIGURES)]
-        self.memory: list[Coefficients] = [Coefficients(*(np.zeros(4) for _ in Coefficients._fields))]
+    @cache
+    def record(device_type: int, tp: int, micro_batch: int, recompute: Recompute) -> int:
+        """The number of a unit's figures and memory; 0 is blank."""
+        rate = costs.rate(device_type, tp, micro_batch, recompute)
+        layer, embedding, head = (part.total / micro_batch for part in rate)
+        figures_of.append((layer, embedding, head, rate.layer.total, problem.capacity(device_type)))
+        memory_of.append(costs.coefficients(device_type, tp, micro_batch, Mode(recompute, problem.usual_zero)))
+        return len(memory_of) - 1
 
-    def sorts(self, device_type: int, tp: int, settings: Sequence[tuple[tuple[int, ...], Recompute]]) -> list[_Sort]:
-        """The sorts of unit that a degree makes of a device type: a machine's rest beside the units of the wanted degree."""
-        units = self.problem.units(device_type, tp)
+    @cache
+    def sorts(device_type: int, tp: int) -> list[_Sort]:
+        """What a degree makes of a device type: a machine's rest beside the units of the wanted degree."""
+        alike: dict[int, list[Unit]] = {}
+        for unit in problem.units(device_type, tp) if tp else ():
+            alike.setdefault(unit.tp, []).append(unit)
         return [
-            _Sort(
-                example=next(unit for unit in units if unit.tp == size),
-                number=number,
-                records=[
-                    self._index(device_type, size, micro_batches[device_type], recompute)
-                    for micro_batches, recompute in settings
-                ],
-            )
-            for size, number in Counter(unit.tp for unit in units).items()
+            _Sort(own[0], len(own), [record(device_type, size, sizes[device_type], mode) for sizes, mode in settings])
+            for size, own in alike.items()
         ]
 
-    @memoized
-    def _index(self, device_type: int, tp: int, micro_batch: int, recompute: Recompute) -> int:
-        rate = self.costs.rate(device_type, tp, micro_batch, recompute)
-        layer, embedding, head = (part.total / micro_batch for part in rate)
-        self.figures.append((layer, embedding, head, rate.layer.total, self.problem.capacity(device_type)))
-        self.memory.append(
-            self.costs.coefficients(device_type, tp, micro_batch, Mode(recompute, self.problem.usual_zero))
-        )
-        return len(self.memory) - 1
+    groups = [[sort for device_type, tp in enumerate(degrees) for sort in sorts(device_type, tp)] for degrees in every]
+    width = max(map(len, groups))
+    device_types, counts = np.full((len(every), width), -1), np.zeros((len(every), width), dtype=np.int64)
+    numbered = np.zeros((len(every), len(settings), width), dtype=np.int64)
+    for row, group in enumerate(groups):
+        for place, (example, number, own) in enumerate(group):
+            device_types[row, place], counts[row, place], numbered[row, :, place] = example.device_type, number, own
+    index, counts = numbered.reshape(-1, width), counts.repeat(len(settings), axis=0)
+    figures = dict(zip(_FIGURES, np.array(figures_of)[index].transpose(2, 0, 1), strict=True))
+    present = counts > 0
+    rate = np.where(present, counts / figures["layer"], 0.0).sum(axis=1)
+    table = Table(
+        used=frozenset(used),
+        combinations=tuple(Combination(degrees, *setting) for degrees in every for setting in settings),
+        examples=tuple(own for group in groups for own in [tuple(sort.example for sort in group)] * len(settings)),
+        device_types=device_types.repeat(len(settings), axis=0),
+        counts=counts,
+        memory=Coefficients(*(np.array(part)[index] for part in zip(*memory_of, strict=True))),
+        bound=problem.batch.global_batch * problem.model.layers / rate,
+        through=problem.model.layers * np.where(present, figures["microbatch"], np.inf).min(axis=1),
+        **figures,
+    )
+    return table.only(np.argsort(table.bound, kind="stable"))

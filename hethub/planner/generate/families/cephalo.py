@@ -16,7 +16,7 @@ from hethub.planner.candidate.samples import Worker, divide
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.families.uniform import units_in_order
-from hethub.planner.generate.families.whole import candidate_of, held_alone, shared_bytes
+from hethub.planner.generate.families.whole import candidate_of, held_alone, is_allowed, shared_bytes
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Offload, Recompute, ScheduleName
 
@@ -32,8 +32,8 @@ def propose_whole(problem: Problem, costs: Estimator) -> list[Candidate]:
 
 
 def _every(problem: Problem, unit_costs: UnitCosts) -> Iterator[Candidate]:
-    zero, allowed = max(problem.zeros), problem.constraints.tp in (None, 1) and problem.allows([problem.size])
-    if not allowed or problem.size == 1 or not zero:
+    zero = max(problem.zeros)
+    if not is_allowed(problem) or problem.size == 1 or not zero:
         return
     layered = zero == 3 and "layered" in problem.schedules
     schedule: ScheduleName = "layered" if layered else "1f1b"

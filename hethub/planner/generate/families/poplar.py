@@ -17,7 +17,7 @@ from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import ONLY
 from hethub.planner.generate.families.uniform import units_in_order
-from hethub.planner.generate.families.whole import candidate_of, meeting_seconds
+from hethub.planner.generate.families.whole import candidate_of, is_allowed, meeting_seconds
 from hethub.planner.problem.problem import Problem
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
@@ -27,7 +27,7 @@ EVALUATED = 3  # micro-step times that the predictor evaluates
 
 def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
     """A candidate per recompute at ZeRO-0 and 1, where every accelerator can hold the model."""
-    if not _is_allowed(problem):
+    if not is_allowed(problem):
         return
     for recompute in problem.recomputes:
         for zero in (level for level in problem.zeros if level < 2):
@@ -47,7 +47,7 @@ def propose(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
 
 def propose_whole(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
     """The plans of the best micro-step times over recompute and ZeRO-2 and 3."""
-    if not _is_allowed(problem) or problem.size == 1:
+    if not is_allowed(problem) or problem.size == 1:
         return
     found = [
         (steps, recompute, zero)
@@ -60,10 +60,6 @@ def propose_whole(problem: Problem, costs: Estimator) -> Iterator[Candidate]:
         replicas = _replicas(problem, steps)
         if replicas is not None:
             yield candidate_of(problem, "1f1b", StageChoice(replicas, zero, recompute))
-
-
-def _is_allowed(problem: Problem) -> bool:
-    return problem.constraints.tp in (None, 1) and problem.allows([problem.size])
 
 
 def _stage(problem: Problem, recompute: Recompute, zero: int) -> CandidateStage:

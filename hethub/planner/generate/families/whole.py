@@ -25,6 +25,11 @@ class Held(NamedTuple):
     fixed: int
 
 
+def is_allowed(problem: Problem) -> bool:
+    """Whether the degrees given allow a single stage of one-rank replicas."""
+    return problem.constraints.tp in (None, 1) and problem.allows([problem.size])
+
+
 def candidate_of(problem: Problem, schedule: ScheduleName, stage: StageChoice) -> Candidate:
     """The plan as a candidate that is evaluated as it stands."""
     groups = merged([ReplicaGroup(own.unit.device_type, 1, own.micro_batch, 1) for own in stage.replicas])
