@@ -201,7 +201,7 @@ class Estimator:
             held[extra] = self._enough(own.at(extra))
         able = np.ones(len(held), dtype=bool)
         if filled.any():
-            able[filled] = self._has_room_to_put_off(own.at(filled), held[filled])
+            able[filled] = self._has_room_to_defer_wgrad(own.at(filled), held[filled])
         able &= ((held <= stages.most) | own.blank).all(axis=1)
         return held, able & self._hosts_have_room(own, held)
 
@@ -269,10 +269,10 @@ class Estimator:
         it may put off."""
         able = ((held <= own.stages.sure) | own.blank).all(axis=-1)
         if own.filled.any():
-            able[..., own.filled] &= self._has_room_to_put_off(own.at(own.filled), held[..., own.filled, :])
+            able[..., own.filled] &= self._has_room_to_defer_wgrad(own.at(own.filled), held[..., own.filled, :])
         return able
 
-    def _has_room_to_put_off(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
+    def _has_room_to_defer_wgrad(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
         """[..., candidate]: whether under zero_bubble there is memory for what is put off."""
         widest = np.where(own.blank, 0.0, own.stages.microstep * held).max(axis=-1)
         return widest <= self._most_under_way(own, held)

@@ -52,14 +52,14 @@ def degree_choices(own: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 MOST_UNLIKE = 16  # accelerators: beyond, all device types start with one micro-batch and differ by local search only
-MOST_UNLIKE_KINDS = 7  # the same
+MOST_UNLIKE_TYPES = 7  # the same
 
 
 def micro_batch_choices(problem: Problem, used: Collection[int]) -> list[tuple[int, ...]]:
     """Micro-batches per device type, none larger than its ranks measured to fit; of one that is not used 0. On small clusters
     device types may have unlike ones, up to four times apart."""
     number, sizes = len(used), problem.micro_batches
-    if number == 1 or number > MOST_UNLIKE_KINDS or problem.size > MOST_UNLIKE:
+    if number == 1 or number > MOST_UNLIKE_TYPES or problem.size > MOST_UNLIKE:
         return _fitting(problem, used, ((size,) * number for size in sizes))
     parts = (1, 2, 4) if number == 2 or problem.size <= 4 else (1, 2)
     unlike = (tuple(size // part for part in chosen) for size in sizes for chosen in product(parts, repeat=number))

@@ -101,11 +101,11 @@ class Round(NamedTuple):
             each[:] = [(passes[kind] - sum(own)) / layers] * layers
             each[0] += own[0]
             each[-1] += own[1]
-        none, is_put_off = [0.0] * layers, passes[2] > 0
+        none, defers_wgrad = [0.0] * layers, passes[2] > 0
         return cls((
             [*map(Visit, forward, gathers[0], none, [messages, *none[1:]])],
-            [*map(Visit, backward, gathers[1], none if is_put_off else reductions, [*none[1:], messages])][::-1],
-            [*map(Visit, deferred, none, reductions, none)][::-1] if is_put_off else [],
+            [*map(Visit, backward, gathers[1], none if defers_wgrad else reductions, [*none[1:], messages])][::-1],
+            [*map(Visit, deferred, none, reductions, none)][::-1] if defers_wgrad else [],
         ), sums_under_way)  # fmt: skip
 
     def turning(self) -> list[Shown]:

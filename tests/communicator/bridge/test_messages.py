@@ -13,6 +13,7 @@ from hethub.communicator.work import CallbackThreads, NativeWork, Operation
 from hethub.kernels.device import Device
 from hethub.kernels.reference import TorchKernels
 from hethub.spec.errors import RunFailed
+from tests.support.ranks import run_ranks
 
 CPU = Device(vendor="cpu")
 
@@ -197,3 +198,17 @@ def test_what_has_landed_elsewhere_is_copied_once():
     assert landed.wait(timedelta(seconds=3))
     assert tensor.tolist() == [[1.0, 1.0]] * 2
     assert work.waits == [(), (timedelta(seconds=3),)]
+
+
+def copies_of_a_message(world):
+    """Seconds that this rank's sends and receives over the bridge spent on copies."""
+    message = torch.ones(1_000_000)
+    world.send(message, 1, 7).wait() if world.rank == 0 else world.receive(message, 0, 7).wait()
+    return [row["legs"].get("copy", 0.0) for row in world.counters()["operations"] if row["operation"] == "send"]
+
+
+def test_copies_of_messages_to_the_host_are_counted():
+    """They were timed for each message and never added: what staging costs was nowhere to be seen."""
+    sent, received = run_ranks(2, copies_of_a_message, islands=[[0], [1]], staged_ranks=[0])
+    assert [seconds > 0 for seconds in sent] == [True]
+    assert received == []
