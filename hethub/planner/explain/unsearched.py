@@ -28,7 +28,7 @@ NOT_SEARCHED = (
         "interleaved, numbers of chunks that do not cut every stage evenly, except 2, 4 and 8 where none does; under ministages, "
         "others than 4 and 16, except seven numbers from 2 to 16 in the zorse family's",
     ),
-    Unsearched("layered.stages", "layered over several stages, unless layered is asked for"),
+    Unsearched("schedules.stages", "layered over several stages, and interleaved on one, unless they are asked for"),
     Unsearched(
         "ranks.unused",
         "plans that leave accelerators unused, except the slowest device types (where nothing fits, the smallest), one maker or "

@@ -115,15 +115,13 @@ def rungs(problem: Problem) -> list[Rung]:
 
 
 def patterns(problem: Problem, candidate: Candidate) -> list[Pattern]:
-    """The schedules of a candidate's stages, interleaved with every number of chunks that cuts all of them evenly: in one
-    stage of several replicas too, where buckets of gradients that end with a chunk leave less to be summed behind the last
-    backward. Layer by layer only one stage makes sense, unless it is asked for: others would wait for all layers but their
-    own."""
-    layers, several = [stage.layers for stage in candidate.stages], len(candidate.stages) > 1
-    asked, turns = len(problem.schedules) == 1, several or candidate.stages[0].replicas > 1
-    found = []
+    """The schedules of a candidate's stages, interleaved with every number of chunks that cuts all of them evenly. Unless they
+    are asked for, one stage is not interleaved, which is 1F1B, and only one goes layer by layer: others would wait for all
+    layers but their own."""
+    layers, found = [stage.layers for stage in candidate.stages], list[Pattern]()
+    several, asked = len(layers) > 1, len(problem.schedules) == 1
     for schedule in problem.schedules:
-        if schedule == "ministages" or (schedule == "interleaved" and (turns or asked)):
+        if schedule == "ministages" or (schedule == "interleaved" and (several or asked)):
             few = (2,) if asked and min(layers) < MINISTAGES[0] else MINISTAGES
             numbers = few if schedule == "ministages" else _even_chunks(layers) or UNEVEN
             found += [Pattern(schedule, chunks) for chunks in numbers if chunks <= min(layers)]

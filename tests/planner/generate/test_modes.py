@@ -20,13 +20,11 @@ def test_interleaved_chunks_are_even_where_they_can_be(layers: tuple[int, int], 
     assert {own.chunks for own in patterns(mixed(), candidate) if own.schedule == "interleaved"} == chunks
 
 
-@pytest.mark.parametrize(
-    ("replicas", "given", "chunks"), [(2, {}, {2, 3, 6}), (1, {}, set()), (1, INTERLEAVED, {2, 3, 6})]
-)
-def test_one_stage_is_interleaved_where_replicas_sum_gradients(
+@pytest.mark.parametrize(("replicas", "given", "chunks"), [(2, {}, set()), (1, {}, set()), (1, INTERLEAVED, {2, 3, 6})])
+def test_one_stage_is_interleaved_if_that_is_asked_for(
     replicas: int, given: dict[str, object], chunks: set[int]
 ) -> None:
-    """Of one replica it is 1F1B with more to keep."""
+    """It is 1F1B; what its buckets of gradients win was 0.05 % of a step, in one of 27 reference plans."""
     candidate = Candidate((CandidateStage(6, (ALONE._replace(number=replicas),)),))
     assert {own.chunks for own in patterns(mixed(**given), candidate) if own.schedule == "interleaved"} == chunks
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import hethub
 from hethub.cli import run
 from hethub.runtime.launch import launcher_command
 from tests.support.command import AS_ROOT, HANG_SECONDS, HETHUB, Running, needs_mpirun
@@ -33,7 +34,13 @@ def test_launch_hands_on_what_was_asked(tmp_path):
     (tmp_path / "run").mkdir()
     layer = {"micro_batch": 1, "seq_len": 32, "tp": 1, "forward_seconds": 0.1, "backward_seconds": 0.2}
     device = {"accelerator": "CPU-core", "precision": "fp32", "layers": [layer]}
-    measured = {"date": "2026-01-01", "hethub": "0", "software": "test", "model": MODEL, "devices": [device]}
+    measured = {
+        "date": "2026-01-01",
+        "hethub": hethub.__version__,
+        "software": "test",
+        "model": MODEL,
+        "devices": [device],
+    }
     (tmp_path / "measured.json").write_text(json.dumps(measured))
     command = [HETHUB, "launch", job, "--dry-run", "--set", "train.steps=7", "--resume", "run", "--plan", "plan.yaml"]
     command += ["--profile", "measured.json", "--accept-changes"]
