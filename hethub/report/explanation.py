@@ -90,15 +90,8 @@ def _offloaded(plan: PlanSpec) -> dict[str, list[int]]:
 def _runners_up(result: "PlanResult") -> Table:
     unlike = {(own.plan.schedule, shape(own.plan)): own for own in reversed(result.runners_up)}  # the fastest of each
     compared = any(own.objective_seconds for own in unlike.values())
-    table = make_table(
-        "runner-up",
-        "schedule",
-        "stages",
-        "step s",
-        "slower %",
-        *(["mean s"] if compared else []),
-        "within the plan's 80 %",
-    )
+    mean_column = ["mean s"] if compared else []
+    table = make_table("runner-up", "schedule", "stages", "step s", "slower %", *mean_column, "within the plan's 80 %")
     for (schedule, stages), own in reversed(unlike.items()):
         mean = f"{own.objective_seconds:.4g}" if own.objective_seconds else "not compared"  # not likely to be the least
         table.add_row(

@@ -1,5 +1,6 @@
 """Clusters: nodes of accelerators, the links between them, and the numbering of ranks that follows from their order."""
 
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -280,7 +281,7 @@ class ClusterSpec(Spec):
                     f"{', '.join(unlike)}; give the one that is not the catalogue's a name of its own.",
                     *("nodes", place),
                 )
-        for parts in self.entries_of_machines:
+        for parts in self.machine_types:
             figures = [
                 {key: getattr(part, key) for key in _OF_MACHINES} | self.links.place_of(part.name) for part in parts
             ]
@@ -305,25 +306,30 @@ class ClusterSpec(Spec):
         """The node type of every machine; of one that is in parts its first, with the accelerators of all."""
         return tuple(
             parts[0] if len(parts) == 1 else parts[0].unchecked(accelerators=sum(part.accelerators for part in parts))
-            for parts in self.entries_of_machines
+            for parts in self._by_machine
         )
 
     @cached_property
-    def entries_of_machines(self) -> list[tuple[NodeSpec, ...]]:
-        """The entries of every machine: the one that stands for it, or its parts."""
+    def machine_types(self) -> tuple[tuple[NodeSpec, ...], ...]:
+        """The entries of every sort of machine: the one that stands for some, or the parts of one."""
         found: list[tuple[NodeSpec, ...]] = []
         for node in self.nodes:
             if found and node.part_of is not None and node.part_of == found[-1][0].part_of:
                 found[-1] += (node,)
             else:
-                found += [(node,)] * node.count
-        return found
+                found.append((node,))
+        return tuple(found)
+
+    @property
+    def _by_machine(self) -> Iterator[tuple[NodeSpec, ...]]:
+        """The entries of every machine."""
+        return (parts for parts in self.machine_types for _ in range(parts[0].count))
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
         """One entry per rank, in rank order."""
         slots = []
-        for machine, parts in enumerate(self.entries_of_machines):
+        for machine, parts in enumerate(self._by_machine):
             nodes = [part for part in parts for _ in range(part.accelerators)]
             slots += [(machine, local, node) for local, node in enumerate(nodes)]
         return tuple(Place(rank, *slot) for rank, slot in enumerate(slots))

@@ -80,7 +80,7 @@ def by_node(cluster: ClusterSpec, fit: Mapping[str, float]) -> dict[str, NodeLin
         return [links.bytes_per_second(fit, joined=joined) for joined in (False, True)]
 
     given, found = cluster.links.in_node.gbytes_per_second, dict[str, NodeLinks]()
-    for parts in dict.fromkeys(cluster.entries_of_machines):
+    for parts in cluster.machine_types:
         slowest = min([NodeLinks(part.device, given) for part in parts], key=rates)
         found |= dict.fromkeys([part.name for part in parts], slowest)
     return found

@@ -133,9 +133,13 @@ def open_data(job: Job, vocab: int) -> Data:
     return Data(training, held_out, warnings, notes)
 
 
+def _times(epochs: float) -> str:
+    return f"{epochs:.3g} epochs" if epochs >= 1 else f"{100 * epochs:.3g} %"
+
+
 def _epochs(training: Dataset, num_samples: int) -> tuple[list[str], list[str]]:
     """How often the job reads each source, and what to say of those that it reads too often."""
-    found = [(f"{f'{epochs:.3g} epochs' if epochs >= 1 else f'{100 * epochs:.3g} %'} of {stream.name}", epochs, stream.num_windows)
+    found = [(f"{_times(epochs)} of {stream.name}", epochs, stream.num_windows)
              for stream, epochs in zip(training.streams, training.epochs(num_samples), strict=True)]  # fmt: skip
     return [f"data: {num_samples:,} samples, {', '.join(said for said, _, _ in found)}"], [
         f"the job takes {said}, which has {windows:,} samples of seq_len {training.seq_len}: beyond {MOST_EPOCHS} epochs text that "

@@ -56,10 +56,15 @@ def combine(model: ModelSpec, cluster: ClusterSpec, curves: Sequence[DeviceProfi
             if curve.largest_micro_batch
             else "no room for the whole model"
         )
-        + (f", slower than others of {place.accelerator.name.split(MARK)[0]}" if MARK in place.accelerator.name else "")
+        + _beside_others(place)
         for place, curve in zip(told.places, curves, strict=True)
     ]
     return Measured(cluster=told, profile=profile, lines=lines)
+
+
+def _beside_others(place: Place) -> str:
+    name, mark, _ = place.accelerator.name.partition(MARK)
+    return f", slower than others of {name}" if mark else ""
 
 
 def seconds_per_sample(places: Sequence[Place], curves: Sequence[DeviceProfile]) -> list[float]:
