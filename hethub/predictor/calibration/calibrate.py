@@ -88,7 +88,8 @@ class Calibration:
 
     def _width(self, device: AcceleratorSpec, precision: Precision) -> float:
         """The half width of predictions on an accelerator: where hethub's steps on it are among the rows, as after one
-        known row of a source, or as these lie apart from their predictions; else as without the table."""
+        known row of a source, or as these lie apart from their predictions and from each other; else as without
+        the table."""
         table, math = packaged().interval, HETHUB.math_precision(precision)
         own = [
             log(evaluate(case, self.constants).seconds / case.measured_seconds)
@@ -96,7 +97,10 @@ class Calibration:
             if case.software.stack == HETHUB.stack and _key(case) == scales_key(device.name, math)
         ]
         if own:
-            return max(table["row known"], half_width(own))
+            # Few rows pull the correction to themselves, so what is still off tells less than what the others say.
+            others = ((sum(own) - error) / max(1, len(own) - 1) for error in own)
+            apart = [error - mean for error, mean in zip(own, others, strict=True)]
+            return max(table["row known"], half_width(own), half_width(apart))
         return width_of(table, HETHUB.stack in self.constants.stacks, packaged().knows(device.name, math))
 
 

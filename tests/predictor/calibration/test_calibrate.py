@@ -171,6 +171,9 @@ def test_an_interval_is_as_wide_as_the_rows_lie_apart_and_wider_where_they_say_n
         slow.read_text() + "".join(fast.read_text().splitlines(keepends=True)[1:]).replace("row", "other")
     )
     assert half_width(capsys, job, scattered) > 0.5 * log(2.0)  # no figure is nearer than that to both
+    two = tmp_path / "two.csv"  # each is all that the other says less
+    two.write_text("".join((*slow.read_text().splitlines(keepends=True)[:2], scattered.read_text().splitlines()[-1])))
+    assert half_width(capsys, job, two) == pytest.approx(log(2.0), rel=0.1)
     others = rows(tmp_path / "others", 1.3, {**MANY[0], "accelerator": "H100-SXM5-80GB"})
     assert half_width(capsys, job, others) == pytest.approx(promised["known"])  # of the software alone
     stack = rows(tmp_path / "stack", 1.3, {**MANY[0], "stack": "megatron"})
