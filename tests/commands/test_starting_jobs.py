@@ -121,6 +121,8 @@ def test_no_run_takes_the_place_of_what_its_job_is_read_from(tmp_path: Path, pla
     before = {path: path.read_bytes() for path in job.parent.iterdir()}
     named = "model.yaml and" if gone else "job.yaml and"
     check_refused(ranks(1, "train", job, "--run-dir", place, cwd=tmp_path), named, "plan.yaml: the job is read from")
+    nothing = ranks(1, "train", job, "--resume", place, cwd=tmp_path)  # a folder `checkpoints` was made
+    check_refused(nothing, "no complete checkpoint to resume from", "without --resume")
     assert {path: path.read_bytes() for path in job.parent.iterdir()} == before
     ended = one(ranks(1, "train", job, "--run-dir", "job/run", cwd=tmp_path))
     assert ended.exit_code == 0, ended.stderr

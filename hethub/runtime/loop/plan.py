@@ -11,7 +11,7 @@ from hethub.kernels.device import Device
 from hethub.predictor import check_memory, predict
 from hethub.predictor.cost.profile import ProfileSpec, load_profile, profile_for
 from hethub.predictor.cost.software import hethub_software
-from hethub.runtime.checkpoint import candidates, check_present, finish_cut_off
+from hethub.runtime.checkpoint import candidates, check_present, finish_cut_off, none_whole
 from hethub.runtime.going_on import check_unchanged
 from hethub.runtime.launch.consensus import broadcast, consensus
 from hethub.runtime.launch.preflight import Facts
@@ -148,6 +148,8 @@ def open_folder(
             _check_apart(folder, job)
     else:
         folder.check_resumable(was_cut_off=was_cut_off)
+        if not (was_cut_off or candidates(folder.checkpoints)):
+            raise none_whole(folder.checkpoints)
     notes = [] if note is None else [note]
     if was_cut_off:
         notes.append(f"{folder.path}: the run here was cut off before its first checkpoint; it begins again at step 1")
