@@ -15,7 +15,9 @@ from hethub.runtime.launch.preflight import Facts
 from hethub.runtime.loop.plan import left_at_defaults
 from hethub.spec import documents
 from hethub.spec.job import load_job
-from tests.support.job_files import write_job
+from tests.support.command import check_refused, one, ranks
+from tests.support.job_files import ALONE, write_job
+from tests.support.job_files import plan as plan_file
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TO_START_FROM = ("two-racks", "continue-hf", "consumer-cards", "capacity-1t")
@@ -105,3 +107,25 @@ def test_a_start_that_the_disk_ends_leaves_nothing(
     assert run(["init", "laptop", "--out", str(out)]) != 0
     assert "cluster.yaml: No space left on device" in capsys.readouterr().err
     assert list(tmp_path.rglob("*")) == ([out.parent, out] if is_there else [])
+
+
+@pytest.mark.parametrize("place", ["job", "link"])
+@pytest.mark.parametrize("gone", ["", "job.yaml"])
+def test_no_run_takes_the_place_of_what_its_job_is_read_from(tmp_path: Path, place: str, gone: str) -> None:
+    """`--run-dir .` beside a job wrote over its job.yaml, model.yaml, cluster.yaml and plan.yaml."""
+    nodes = [{"name": "here", "accelerator": "CPU-core", "accelerators": 1}]
+    job = write_job(tmp_path / "job", cluster={"nodes": nodes}, plan_file=plan_file(ALONE), train={"steps": 1})
+    (tmp_path / "link").symlink_to("job")
+    if gone:  # the job has another name, and the others are in danger still
+        job = job.rename(job.with_name("mine.yaml"))
+    before = {path: path.read_bytes() for path in job.parent.iterdir()}
+    named = "model.yaml and" if gone else "job.yaml and"
+    check_refused(ranks(1, "train", job, "--run-dir", place, cwd=tmp_path), named, "plan.yaml: the job is read from")
+    nothing = ranks(1, "train", job, "--resume", place, cwd=tmp_path)  # a folder `checkpoints` was made
+    check_refused(nothing, "no complete checkpoint to resume from", "without --resume")
+    assert {path: path.read_bytes() for path in job.parent.iterdir()} == before
+    ended = one(ranks(1, "train", job, "--run-dir", "job/run", cwd=tmp_path))
+    assert ended.exit_code == 0, ended.stderr
+    again = ["--resume", "job/run", "--set", "train.steps=2"]
+    ended = one(ranks(1, "train", "job/run/job.yaml", *again, cwd=tmp_path))  # a run's own job goes on in its folder
+    assert ended.exit_code == 0, ended.stderr

@@ -38,10 +38,11 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
             "was found; allow more time."
         )
     if closest is None:
+        given = problem.constraints.model_dump(mode="json", exclude_defaults=True)
         return (
             f"strategy '{strategy}' has no plan for cluster '{problem.cluster.name}' ({problem.size} accelerators) and global_batch "
-            f"{problem.batch.global_batch} {_constraints(problem)}: {_needs(problem)}. Raise "
-            "global_batch, use fewer accelerators, relax the constraints or choose another strategy."
+            f"{problem.batch.global_batch} {f'under constraints {given}' if given else 'without any constraint'}: {_needs(problem)}. Raise "
+            f"global_batch, {'relax the constraints, ' if given else ''}use fewer accelerators or choose another strategy."
         )
     reserve = problem.constraints.reserve
     devices = _listed((entry.accelerator, entry.bytes - int(entry.limit * (1 - reserve))) for entry in closest.memory)
@@ -86,12 +87,6 @@ def _needs(problem: Problem) -> str:
     if given.zero == 0 and len(makers) > 1:
         needs += ", and with zero: 0 all replicas of a stage lie on one maker's island (with zero: 1 they need not)"
     return needs
-
-
-def _constraints(problem: Problem) -> str:
-    """The constraints given, in words."""
-    given = problem.constraints.model_dump(mode="json", exclude_defaults=True)
-    return f"under constraints {given}" if given else "without any constraint"
 
 
 def verified(problem: Problem) -> list[Change]:

@@ -5,7 +5,7 @@ May import: spec, kernels, communicator, runtime.data, runtime.model, runtime.ru
 """
 
 from hethub.runtime.checkpoint.export import iterate_weights
-from hethub.runtime.checkpoint.integrity import candidates, check_present, finish_cut_off, newest_marker
+from hethub.runtime.checkpoint.integrity import candidates, check_present, finish_cut_off, newest_marker, none_whole
 from hethub.runtime.checkpoint.manager import CheckpointManager
 from hethub.runtime.checkpoint.record import CheckpointRecord, LoopState, read_record
 
@@ -20,5 +20,6 @@ __all__ = [
     "finish_cut_off",
     "iterate_weights",
     "newest_marker",
+    "none_whole",
     "read_record",
 ]

@@ -70,6 +70,11 @@ def check_present(root: Path, step: int | None) -> None:
         raise BadInput(f"{folder_of(root, step)}: there is no such checkpoint; there are {', '.join(there) or 'none'}.")
 
 
+def none_whole(root: Path) -> BadInput:
+    """What to raise where there is nothing to resume from."""
+    return BadInput(f"{root}: there is no complete checkpoint to resume from; start the job anew without --resume.")
+
+
 def partials(root: Path) -> list[Path]:
     """Every folder under `root` whose writing has not come to its end."""
     return [path for path in root.glob(f"step-*{_PARTIAL}") if _NAME.fullmatch(path.name.removesuffix(_PARTIAL))]

@@ -170,9 +170,7 @@ class CheckpointFolder:
         warn = _log.warning if self._world.rank == 0 else _log.debug
         path = integrity.first_intact([self.folder / name for name in names], self._faults, warn)
         if path is None:
-            raise BadInput(
-                f"{self.folder}: there is no complete checkpoint to resume from; start the job anew without --resume."
-            )
+            raise integrity.none_whole(self.folder)
         return path
 
     def _faults(self, path: Path) -> list[str]:

@@ -87,15 +87,15 @@ class Dataset:
                 "assistant says, so there is no loss to take. Raise eval.batches, or give other data."
             )
 
-    def epochs(self, num_samples: int) -> list[float]:
-        """How often the first `num_samples` samples take every window of each source."""
-        taken = counts(num_samples, self._shares)
-        return [number / stream.num_windows for number, stream in zip(taken, self.streams, strict=True)]
-
     def position(self, steps: int, global_batch: int) -> tuple[int, ...]:
         """Samples that each source has given when `steps` steps are done."""
         total = self._before + (steps - self._origin) * global_batch
         return tuple(offset + taken for offset, taken in zip(self._offsets, counts(total, self._shares), strict=True))
+
+    def epochs(self, steps: int, global_batch: int) -> list[float]:
+        """How often every window of each source has been taken when `steps` steps are done."""
+        taken = self.position(steps, global_batch)
+        return [number / stream.num_windows for number, stream in zip(taken, self.streams, strict=True)]
 
     def resume(self, steps: int, position: Sequence[int]) -> None:
         """Goes on behind step `steps`, when each source had given `position` samples: none is skipped or repeated."""

@@ -154,7 +154,7 @@ def data_sections(job: Job) -> dict[KeyPath, DataSpec]:
 
 
 def check_sources(job: Job) -> None:
-    """Raises BadInput where a source cannot be opened, with its place in the job. No text is read."""
+    """Raises BadInput where a source or a tokenizer cannot be opened, with its place in the job. No text is read."""
     for section, spec in data_sections(job).items():
         for number, each in enumerate(spec.weighted):
             entry = () if spec.sources is None else ("sources", number)
@@ -164,10 +164,14 @@ def check_sources(job: Job) -> None:
                     read_token_file(files[0])
             except BadInput as error:
                 raise BadInput(f"{job.source.at((*section, *entry, 'path'))}: {error}") from None
+        try:
+            load_tokenizer(spec.tokenizer, job.base)
+        except BadInput as error:
+            raise BadInput(f"{job.source.at((*section, 'tokenizer'))}: {error}") from None
 
 
 def check_files(job: Job) -> None:
-    """As `check_sources`, for tokenizers and what is known of tokens too."""
+    """As `check_sources`, for chat templates and what is known of tokens too."""
     check_sources(job)
     for spec in data_sections(job).values():
         text_sources(spec, job.base)

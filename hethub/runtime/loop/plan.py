@@ -11,14 +11,14 @@ from hethub.kernels.device import Device
 from hethub.predictor import check_memory, predict
 from hethub.predictor.cost.profile import ProfileSpec, load_profile, profile_for
 from hethub.predictor.cost.software import hethub_software
-from hethub.runtime.checkpoint import candidates, check_present, finish_cut_off
+from hethub.runtime.checkpoint import candidates, check_present, finish_cut_off, none_whole
 from hethub.runtime.going_on import check_unchanged
 from hethub.runtime.launch.consensus import broadcast, consensus
 from hethub.runtime.launch.preflight import Facts
 from hethub.runtime.measure.autotune import measure_ranks
 from hethub.runtime.measure.speed_classes import keep_forbidden, tell_apart_as
 from hethub.runtime.run_claim import RunClaim
-from hethub.runtime.run_folder import RunFolder, default_run_folder, run_and_step, same_ranks
+from hethub.runtime.run_folder import FILES, RunFolder, default_run_folder, run_and_step, same_ranks, with_whole_paths
 from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.spec.errors import BadInput, asked_by
 from hethub.spec.job import Job, JobSpec, load_plan_of
@@ -144,14 +144,28 @@ def open_folder(
     was_cut_off = claim.took_over and not candidates(folder.checkpoints)
     if resume is None:
         folder.check_new(was_cut_off=was_cut_off)
+        if not was_cut_off:
+            _check_apart(folder, job)
     else:
         folder.check_resumable(was_cut_off=was_cut_off)
+        if not (was_cut_off or candidates(folder.checkpoints)):
+            raise none_whole(folder.checkpoints)
     notes = [] if note is None else [note]
     if was_cut_off:
         notes.append(f"{folder.path}: the run here was cut off before its first checkpoint; it begins again at step 1")
     elif resume is not None:
         notes += check_unchanged(folder, job, accepted=accept_changes)
     return OpenedFolder(folder, resume is not None, resume is not None and not was_cut_off, step, notes)
+
+
+def _check_apart(folder: RunFolder, job: Job) -> None:
+    """Raises BadInput where a new run's files would take the place of those that its job is read from."""
+    given = with_whole_paths(job)
+    read = {Path(str(path)).resolve() for path in (job.path, *map(given.get, ("model", "cluster", "plan", "profile")))}
+    if lost := [str(path) for name in FILES if (path := folder.path / name).resolve() in read]:
+        raise BadInput(
+            f"{' and '.join(lost)}: the job is read from here, and a run writes files of the same name; give another --run-dir."
+        )
 
 
 def _decide(

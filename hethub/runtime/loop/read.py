@@ -17,7 +17,7 @@ from hethub.runtime.measure.measurement_cache import cache_folder
 from hethub.runtime.state.storage import DTYPES
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
-from hethub.spec.job import Job, load_job
+from hethub.spec.job import Job, TrainSpec, load_job
 
 READING_SECONDS = 30 * 86400.0  # how long ranks wait for each other's tokens; a dead one is noticed by the watch
 MOST_EPOCHS = 4  # that are worth about as much as new text (Muennighoff et al. 2023)
@@ -39,11 +39,23 @@ class Data(NamedTuple):
     training: Dataset
     held_out: Dataset | None
     warnings: list[str]
-    notes: list[str]
 
     @property
     def fingerprint(self) -> str:
         return "-".join(each.fingerprint for each in (self.training, self.held_out) if each is not None)
+
+    def epochs(self, train: TrainSpec, done: int) -> tuple[list[str], list[str]]:
+        """How often the job reads each source, of which `done` steps have read already, perhaps in other batches; and what to
+        say of those that it reads too often."""
+        training, asked = self.training, (max(done, train.steps), train.global_batch)
+        found = [(f"{_times(epochs)} of {stream.name}", epochs, stream.num_windows)
+                 for stream, epochs in zip(training.streams, training.epochs(*asked), strict=True)]  # fmt: skip
+        return [f"data: {sum(training.position(*asked)):,} samples, {', '.join(said for said, _, _ in found)}"], [
+            f"the job takes {said}, which has {windows:,} samples of seq_len {training.seq_len}: beyond {MOST_EPOCHS} epochs text that "
+            "repeats teaches less and less. Is this all that you have?"
+            for said, epochs, windows in found
+            if epochs > MOST_EPOCHS
+        ]
 
 
 def read_job(path: Path, overrides: Sequence[str], info: LaunchInfo) -> JobRead:
@@ -118,10 +130,8 @@ def open_data(job: Job, vocab: int) -> Data:
     training = open_dataset(job.spec.data, job.base, seed=train.seed, **settings)
     if folder is not None and (warning := check_tokenizer(training, folder)):
         warnings.append(warning)
-    notes, repeats = _epochs(training, train.steps * train.global_batch)
-    warnings += repeats
     if evaluation is None:
-        return Data(training, None, warnings, notes)
+        return Data(training, None, warnings)
     held_out = open_dataset(evaluation.data, job.base, seed=HELD_OUT_SEED, **settings)
     if held_out.tokenizer != training.tokenizer:
         raise BadInput(
@@ -130,20 +140,8 @@ def open_data(job: Job, vocab: int) -> Data:
     held_out.check_epoch(evaluation.batches * train.global_batch)
     if shared := overlap(job.spec.data, evaluation.data, job.base):
         warnings.append(f"eval reads {shared}, which is trained on too: its loss says nothing of unseen text")
-    return Data(training, held_out, warnings, notes)
+    return Data(training, held_out, warnings)
 
 
 def _times(epochs: float) -> str:
     return f"{epochs:.3g} epochs" if epochs >= 1 else f"{100 * epochs:.3g} %"
-
-
-def _epochs(training: Dataset, num_samples: int) -> tuple[list[str], list[str]]:
-    """How often the job reads each source, and what to say of those that it reads too often."""
-    found = [(f"{_times(epochs)} of {stream.name}", epochs, stream.num_windows)
-             for stream, epochs in zip(training.streams, training.epochs(num_samples), strict=True)]  # fmt: skip
-    return [f"data: {num_samples:,} samples, {', '.join(said for said, _, _ in found)}"], [
-        f"the job takes {said}, which has {windows:,} samples of seq_len {training.seq_len}: beyond {MOST_EPOCHS} epochs text that "
-        "repeats teaches less and less. Is this all that you have?"
-        for said, epochs, windows in found
-        if epochs > MOST_EPOCHS
-    ]

@@ -153,9 +153,9 @@ class StepLoop:
         return self.folder.cut_behind(self.done)
 
     def _opening(self, warnings: Sequence[str], told: Sequence[str]) -> list[str]:
-        lines = [f"warning: {warning}" for warning in warnings]
-        lines += [] if self.data is None else self.data.notes
-        lines += [*told, f"run folder {self.folder.path}", *self._told()]
+        notes, repeats = ([], []) if self.data is None else self.data.epochs(self.job.spec.train, self.done)
+        lines = [f"warning: {warning}" for warning in [*warnings, *repeats]]
+        lines += [*notes, *told, f"run folder {self.folder.path}", *self._told()]
         if self.done:
             lines.append(f"resumed behind step {self.done}")
         lines += self.trainer.schedule.notes

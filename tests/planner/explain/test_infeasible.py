@@ -137,3 +137,14 @@ def test_the_changes_tried_are_the_smallest_first() -> None:
     more = list(_more_nodes(problem))  # of those with the most memory an eighth, a quarter, … up to four times as many
     assert [change.problem.size for change in more] == [66 + 8 * own for own in (1, 2, 4, 8, 16, 24)]
     assert more[0].words == "1 more of node 'many' (8 A100-SXM4-80GB each)"
+
+
+def test_constraints_are_to_be_relaxed_only_where_some_are_given() -> None:
+    """Without any it was said to relax them."""
+    node = {"name": "a", "accelerator": "CPU-core", "accelerators": 3, "gbps_per_nic": 8}
+    cluster = ClusterSpec.model_validate({"name": "one", "nodes": [node]})
+    model = TINY.replace(layers=1)
+    with pytest.raises(BadInput, match=r"without any constraint: .* Raise global_batch, use fewer"):
+        plan(model, cluster, Batch(1, 16, "fp32"), strategy="zorse", with_bounds=False)
+    with pytest.raises(BadInput, match=r"under constraints .* Raise global_batch, relax the constraints, use fewer"):
+        plan(model, cluster, Batch(1, 16, "fp32"), ConstraintsSpec(tp=2), strategy="zorse", with_bounds=False)

@@ -179,16 +179,25 @@ def test_a_source_of_tiny_weight_still_gives_samples() -> None:
 def test_epochs_of_each_source_are_told_and_too_many_warned_of(tmp_path: Path) -> None:
     data = mixed(0.5, 0.25, 0.25)
     sizes = [stream.num_windows for stream in data.streams]
-    assert data.epochs(800) == [400 / sizes[0], 200 / sizes[1], 200 / sizes[2]]
+    assert data.epochs(100, 8) == [400 / sizes[0], 200 / sizes[1], 200 / sizes[2]]
     (tmp_path / "a.txt").write_text("x" * 320)
     job = load_job(write_job(tmp_path, data={"source": "text", "path": "a.txt"}, train={"steps": 6}))
     found = open_data(job, 257)
     windows = 320 // job.spec.train.seq_len
     epochs = 6 * job.spec.train.global_batch / windows
-    assert found.notes == [
-        f"data: {6 * job.spec.train.global_batch} samples, {epochs:.3g} epochs of {tmp_path / 'a.txt'}"
-    ]
-    (warning,) = found.warnings
+    notes, (warning,) = found.epochs(job.spec.train, 0)
+    assert notes == [f"data: {6 * job.spec.train.global_batch} samples, {epochs:.3g} epochs of {tmp_path / 'a.txt'}"]
     assert warning.startswith(f"the job takes {epochs:.3g} epochs of {tmp_path / 'a.txt'}, which has {windows} samples")
     few = load_job(write_job(tmp_path, data={"source": "text", "path": "a.txt"}, train={"steps": 1, "global_batch": 8}))
-    assert not open_data(few, 257).warnings
+    assert not open_data(few, 257).epochs(few.spec.train, 0)[1]
+
+
+def test_epochs_of_a_resumed_run_count_its_steps_as_they_were_trained(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 320)  # ten samples
+    job = load_job(
+        write_job(tmp_path, data={"source": "text", "path": "a.txt"}, train={"steps": 6, "global_batch": 40})
+    )
+    resumed = open_data(job, 257)
+    resumed.training.resume(5, resumed.training.position(5, 1))
+    assert resumed.epochs(job.spec.train, 5)[0] == [f"data: 45 samples, 4.5 epochs of {tmp_path / 'a.txt'}"]
+    assert resumed.epochs(job.spec.train, 9)[0] == [f"data: 165 samples, 16.5 epochs of {tmp_path / 'a.txt'}"]

@@ -103,10 +103,11 @@ def test_a_broken_jsonl_line_is_named(tmp_path: Path, line: str, message: str) -
         opened(tmp_path, source="jsonl", path="a.jsonl")
 
 
-@pytest.mark.parametrize("source", ["text", "jsonl", "tokens"])
-def test_a_missing_file_is_named(tmp_path: Path, source: str) -> None:
-    job = load_job(write_job(tmp_path, data={"source": source, "path": "nowhere"}))
-    with pytest.raises(BadInput, match=r"job\.yaml, line \d+: data\.path: .*/nowhere: .* Check the path"):
+@pytest.mark.parametrize("source", ["text", "jsonl", "tokens", None])
+def test_a_missing_file_is_named(tmp_path: Path, source: str | None) -> None:
+    key = "path" if source else "tokenizer"  # of which the file alone was named
+    job = load_job(write_job(tmp_path, data={key: "nowhere"} | ({"source": source} if source else {})))
+    with pytest.raises(BadInput, match=rf"job\.yaml, line \d+: data\.{key}: .*/nowhere: .* the path"):
         check_sources(job)
 
 
