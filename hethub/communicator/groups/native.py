@@ -10,8 +10,9 @@ over islands stage every layout themselves.
 torch's Gloo compares the shapes of a reduce-scatter's tensors dimension by dimension, also beyond those that the smaller
 has, and cuts an all-to-all's tensor into equal parts without asking whether it can (torch 2.13): an output without
 dimensions ends the process, an input that stacks the parts is refused or read beyond its end, and the rest of an
-all-to-all goes nowhere. An all-gather whose output stacks the parts is refused. So these are checked here, and tensors
-of unlike dimensions passed flat.
+all-to-all goes nowhere. An all-gather whose output stacks the parts is refused. A message to or from a rank that the group
+does not have waits until the timeout, or ends the process. So these are checked here, and tensors of unlike dimensions
+passed flat.
 
 NCCL and RCCL gather the messages of `batch_isend_irecv` and send them at its end, with one Work for all: results are
 copied back behind that one.
@@ -33,7 +34,7 @@ import torch.distributed as dist
 
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.staging import is_plain
-from hethub.communicator.groups.arguments import check_parts, rows_of
+from hethub.communicator.groups.arguments import check_member, check_parts, rows_of
 from hethub.communicator.work import WaitedWork, writing
 
 _WRITTEN = {
@@ -128,7 +129,7 @@ def watched(name: str, native: Callable[..., Any], uses: str) -> Callable[..., A
 
 
 def checked(name: str, native: Callable[..., Any]) -> Callable[..., Any]:
-    """The operation, which raises BadInput where Gloo would end with wrong numbers or with the process."""
+    """The operation, which raises BadInput where Gloo would end with wrong numbers or with the process, or wait in vain."""
     said = _SCATTERS.get(name, _GATHERS.get(name, ""))
 
     def share(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
@@ -147,7 +148,14 @@ def checked(name: str, native: Callable[..., Any]) -> Callable[..., Any]:
                 rows_of("all_to_all_single", tensor, num_rows, group.size())
         return native(group, *args, **named)
 
-    return share if said else exchange if name in _EXCHANGES else native
+    def message(group: dist.ProcessGroup, tensors: Any, peer: int, *args: Any, **named: Any) -> Any:
+        if group in _ours:
+            check_member(name, peer, group.size())
+        return native(group, tensors, peer, *args, **named)
+
+    if said:
+        return share
+    return exchange if name in _EXCHANGES else message if name in ("send", "recv") else native
 
 
 def _flat(given: Any) -> Any:

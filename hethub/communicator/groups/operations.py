@@ -205,8 +205,9 @@ class GroupCore(torch_private.GroupBase):
         return work
 
     def _check_written(self, name: str, tensors: Tensors) -> None:
-        """Raises BadInput where a result has no place to be written to. Of operations with a root, roots alone check."""
-        if name not in ("reduce", "gather"):
+        """Raises BadInput where a result has no place to be written to. Of a reduce all ranks' tensors are checked, as in a
+        native group: were the root alone to refuse, the others' parts would be taken for those of its next one."""
+        if name != "gather":
             check_memory(name, tensors)
 
     def _queue(

@@ -372,7 +372,7 @@ class HethubGroup(GroupCore):
     # ---- the rest
 
     def _all_at(self, name: str, root: int, tensor: torch.Tensor) -> list[Range]:
-        check_member(name, root, self._size, [tensor] if root == self._rank else [])
+        check_member(name, root, self._size)
         return from_sizes([tensor.numel() if rank == root else 0 for rank in range(self._size)])
 
 

@@ -155,6 +155,7 @@ REFUSED = {
     "send was given rank 9": lambda: dist.send(torch.ones(3), 9),
     "recv was given rank 9": lambda: dist.recv(torch.ones(3), 9),
     "all_reduce was given .* several elements lie in one place": lambda: dist.all_reduce(torch.ones(1).expand(4)),
+    "reduce was given .* several elements lie in one place": lambda: dist.reduce(torch.ones(1).expand(4), 0),
     "broadcast was given .* several elements lie in one place": lambda: dist.broadcast(torch.ones(1).expand(4), 0),
     "all_gather_into_tensor was given .* several": lambda: dist.all_gather_into_tensor(
         torch.ones(1).expand(4), torch.ones(2)
@@ -171,7 +172,8 @@ def refuse(rank, store):
         with pytest.raises(BadInput, match=said):
             call()
     tensor = torch.ones(3)
-    dist.all_reduce(tensor)
+    dist.reduce(tensor, 0)
+    dist.broadcast(tensor, 0)
     own = [torch.zeros(2), torch.zeros(2)] if rank == 1 else None
     dist.gather(torch.ones(1).expand(2), own, 1)  # what is only read may lie in one place
     dist.destroy_process_group()

@@ -10,6 +10,7 @@ from torch import Size, Tensor
 from torch.distributed import ReduceOp
 
 from hethub.communicator.groups import native
+from hethub.spec.errors import BadInput
 from tests.support.ranks import run_ranks
 
 SHAPE = (4, 6)
@@ -248,6 +249,22 @@ def stacked_wholes(world: Any) -> list[str]:
 def test_an_all_gather_gives_its_parts_joined_or_stacked(islands: list[list[int]]) -> None:
     for wrong in run_ranks(2, stacked_wholes, islands=islands):
         assert wrong == []
+
+
+def refuse_strangers(world: Any) -> float:
+    """The sum behind messages to and from ranks that the group does not have."""
+    for stranger in (-1, 2):
+        with pytest.raises(BadInput, match=f"send was given rank {stranger} of the group, whose ranks are 0 to 1"):
+            dist.isend(torch.ones(3), group_dst=stranger)
+        with pytest.raises(BadInput, match=f"recv was given rank {stranger} of the group, whose ranks are 0 to 1"):
+            dist.irecv(torch.ones(3), group_src=stranger)
+    dist.all_reduce(tensor := torch.ones(3))
+    return float(tensor[0])
+
+
+def test_messages_of_ranks_that_a_group_does_not_have_are_refused() -> None:
+    """Gloo waits for their addresses until the timeout, or ends the process."""
+    assert run_ranks(2, refuse_strangers, islands=[[0, 1]], timeout_seconds=30) == [2.0, 2.0]
 
 
 class Library:
