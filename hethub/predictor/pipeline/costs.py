@@ -275,9 +275,7 @@ class PlanCosts:
             last = [len(self.layout.stages[at].replicas) - 1 for at in (above, above + 1)]
             pairs = [[min(own, most) for most in last] for own in range(last[stage - above] + 1)]
             for a, b in {self.messages.key(above, a, above + 1, b): (a, b) for a, b in pairs}.values():
-                leaders = self.layout.replica(above, a).ranks[0], self.layout.replica(above + 1, b).ranks[0]
-                if passed & {resource.kind for resource in self.network.path(*leaders).resources}:
-                    yield self.messages.way(above, a, above + 1, b).seconds_per_byte
+                yield self.messages.seconds_on(passed, above, a, b)
 
     # -- pace
 
