@@ -235,6 +235,31 @@ def test_no_replica_under_zero_2_is_two_layers_ahead_of_all(own_seed: int) -> No
     assert step_times(layout, costs).seconds == pytest.approx(expected, rel=1e-9)
 
 
+def test_the_last_sum_of_a_step_comes_when_all_replicas_are_through() -> None:
+    """A T4 begins its last backward long before an A100, and has waited for it in the third layer."""
+    on, model = cluster(("T4", 1, 1), ("A100-SXM4-80GB", 1, 1), ("T4", 1, 1)), TINY.replace(layers=32)
+    replicas = [
+        [{"ranks": [r], "micro_batch": 1, "samples": 1} for r in (0, 1)],
+        [{"ranks": [2], "micro_batch": 1, "samples": 2}],
+    ]
+    ranges = ([[0, 8]], [[8, 32]])
+    stages = [{"layers": own, "zero": 2, "replicas": each} for own, each in zip(ranges, replicas, strict=True)]
+    plan = {
+        "model": "tiny",
+        "cluster": on.name,
+        "global_batch": 2,
+        "seq_len": 256,
+        "precision": "fp32",
+        "stages": stages,
+    }
+    layout = bind(PlanSpec.model_validate(plan), model, on)
+    costs, prediction = PlanCosts(layout, HETHUB, packaged()), predict(layout, with_timeline=True)
+    through = max(span.stop_seconds for span in prediction.timeline or () if span.name.startswith("backward s0"))
+    reduction = costs.state.reduction(0)
+    updates = max(costs.optimizer(0, r) for r in (0, 1)) + reduction.gather_seconds, costs.optimizer(1, 0)
+    assert prediction.step_seconds == pytest.approx(through + reduction.tail_seconds + min(updates), rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("zero", "name", "ahead"), [(1, "forward s1 c0", 0.0), (2, "backward s1 c0", 0.5), (3, "forward s1 c1", 0.25)]
 )
