@@ -151,8 +151,10 @@ class StageGrids:
         return (0,) if len(units) == 1 else tuple(zero for zero in ZEROS if zero or len(islands) == 1)
 
     def __call__(self, shape: Shape, layers: Sequence[int], stage: int) -> StageGrid:
-        """The grid of a stage; beside its replicas it matters only whether it holds an end of the model."""
-        key = (shape[stage], layers[stage], stage == 0, stage == len(shape) - 1)
+        """The grid of a stage; beside its replicas it matters whether it holds an end of the model, and whose messages pass
+        beside its rounds."""
+        beside = shape[max(0, stage - 1) : stage + 2] if max(self.zeros(shape[stage])) >= 2 else ()
+        key = (shape[stage], beside, layers[stage], stage == 0, stage == len(shape) - 1)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._build(shape, layers, stage)

@@ -23,6 +23,7 @@ class Collectives:
     def __init__(self, costs: PlanCosts | FoldedCosts, compute: Compute) -> None:
         self.layout, self.costs = compute.layout, costs
         self.graph: TaskGraph = compute.graph
+        self._through = compute.through
         self._seconds: dict[int, float] = {}  # by node, of its communication
         self._before: dict[int, int] = {}  # by node of a stream, the one before it
         self.optimizer_seconds: dict[Place, float] = dict.fromkeys(compute.runs, 0.0)
@@ -96,7 +97,8 @@ class Collectives:
         """In rounds only the last layer's reduction is still under way when compute ends."""
         for chunk in stage.chunks:
             tail = self.costs.state.reduction(stage.index, self._portion(stage, chunk)).tail_seconds
-            self._wait(stage.reduces(chunk), self._meet(stage.completing(chunk), tail))
+            through = [self._through.get(node, node) for node in stage.completing(chunk)]
+            self._wait(stage.reduces(chunk), self._meet(through, tail))
 
     def _reduce_beside(self, stage: StageNodes) -> None:
         """A chunk's gradients are summed from its last microbatch's backward on; the last bucket cannot start before

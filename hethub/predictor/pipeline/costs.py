@@ -273,11 +273,9 @@ class PlanCosts:
         passed = {resource.kind for resource in self.network.ring_bytes(group, 1.0, "reduce_scatter")} or {"port"}
         for above in range(max(0, stage - 1), min(stage + 1, self.layout.num_stages - 1)):
             last = [len(self.layout.stages[at].replicas) - 1 for at in (above, above + 1)]
-            sorts = {self.replica_key(stage, own): own for own in range(last[stage - above], -1, -1)}
-            for a, b in ([min(own, most) for most in last] for own in sorts.values()):
-                leaders = self.layout.replica(above, a).ranks[0], self.layout.replica(above + 1, b).ranks[0]
-                if passed & {resource.kind for resource in self.network.path(*leaders).resources}:
-                    yield self.messages.way(above, a, above + 1, b).seconds_per_byte
+            pairs = [[min(own, most) for most in last] for own in range(last[stage - above] + 1)]
+            for a, b in {self.messages.key(above, a, above + 1, b): (a, b) for a, b in pairs}.values():
+                yield self.messages.seconds_on(passed, above, a, b)
 
     # -- pace
 

@@ -90,29 +90,36 @@ class Compute:
     def _meet(self, stage: int) -> None:
         """Lets replicas under ZeRO-2 wait for each other's sums: none fills a layer's gradients before those of the layer
         before the last are summed over all, this round's or of the one before. Who is through with a round's pass has
-        waited so for its last layer."""
+        waited so for its layers, at one pace each: a pass ends no earlier than all are through its first layer and the one
+        before its last two let it."""
         graph, summed, count = self.graph, self._summed(stage), len(self.layout.stages[stage].replicas)
         runs = [self.runs[stage, replica] for replica in range(count)]
         own = [{run.nodes[position]: layers for position, layers in summed} for run in runs]
-        before_last, met, *through = (self._meetings(len(summed)) for _ in range(2 + count))
+        first, last_but_two, last_but_one, met, *through = (self._meetings(len(summed)) for _ in range(4 + count))
         ends = {node: end for each in zip(own, through, strict=True) for node, end in zip(*each, strict=True)}
         graph.sources = [ends.get(source, source) for source in graph.sources]
-        for needs in graph.needs.values():
-            needs[:] = [(ends.get(source, source), seconds) for source, seconds in needs]
+        for each in graph.needs.values():
+            each[:] = [(ends.get(source, source), seconds) for source, seconds in each]
         self.through |= ends
+        needs = graph.needs
         for nodes in own:
             for number, (node, layers) in enumerate(nodes.items()):
                 end, layer = ends[node], graph.seconds[node] / layers
-                if layers > 1 and number:
-                    graph.needs[node].append((met[number - 1], -layer))
-                elif number > 1:
-                    graph.needs[node].append((met[number - 2], 0.0))
-                graph.needs[end].append((node, 0.0))
+                needs[end].append((node, 0.0))
+                needs[met[number]].append((end, 0.0))
+                needs[node + 1].append((end, 0.0))
+                if number:
+                    needs[node].append((last_but_one[number - 1], 0.0))
+                if number and layers > 1:
+                    needs[node].append((met[number - 1], -layer))
+                if layers > 1:
+                    needs[last_but_one[number]].append((end, -layer))
+                elif number:
+                    needs[last_but_one[number]].append((met[number - 1], 0.0))
                 if layers > 2:
-                    graph.needs[before_last[number]].append((node, -2 * layer))
-                    graph.needs[end].append((before_last[number], layer))
-                graph.needs[met[number]].append((end, 0.0))
-                graph.needs[node + 1].append((end, 0.0))
+                    needs[first[number]].append((node, -(layers - 1) * layer))
+                    needs[last_but_two[number]] += [(node, -2 * layer), (first[number], (layers - 4) * layer)]
+                    needs[end] += [(first[number], (layers - 2) * layer), (last_but_two[number], layer)]
 
     def _meetings(self, count: int) -> range:
         """New nodes without a length, one after the other."""

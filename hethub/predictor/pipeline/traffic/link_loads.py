@@ -71,9 +71,17 @@ class LinkLoads:
         another where ranks take turns) or with others: those that go the same way, or both."""
         (of_phase, of_all), least = self._by_number, self._alone(flow.ranks) / flow.turns
         one_way = max(max([of_phase[number] for number in flow.passed]) / flow.in_phase, least)
-        if self.routes.layout.plan.holds_all:  # there the two ways never meet
+        if self._goes_back_last:
             return one_way, one_way
         return one_way, max(max([of_all[number] for number in flow.passed]) / flow.in_all, least)
+
+    @cached_property
+    def _goes_back_last(self) -> bool:
+        """Whether every replica has all its microbatches forward before the first goes back, as its schedule or the limits
+        that the plan gives have it: there the two ways never meet."""
+        layout, chunks = self.routes.layout, self.routes.layout.plan.num_chunks
+        counts = [[load.num_microbatches * chunks for load in own] for own in layout.loads]
+        return layout.plan.holds_all or layout.actor_limits == counts
 
     @memoized
     def _alone(self, ranks: tuple[int, int]) -> float:

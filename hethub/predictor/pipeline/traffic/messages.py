@@ -1,6 +1,7 @@
 """Messages between replicas of two stages: the leaders' way, and who shares it."""
 
 from collections import Counter
+from collections.abc import Container
 
 from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.links import Network
@@ -70,13 +71,24 @@ class Messages:
         )
 
     def _shared_way(self, ranks: tuple[int, ...], stages: tuple[int, ...], spread: int) -> Link:
-        places, at_once = self.layout.cluster.places, []
-        alone, resources = self.network.path(ranks[0], ranks[1])
-        for resource in resources:
+        alone, _ = self.network.path(ranks[0], ranks[1])
+        at_once = [spread * seconds for _, seconds in self._passed(ranks, stages)]
+        return Link(alone.latency_seconds, max([alone.seconds_per_byte, *at_once]))
+
+    def _passed(self, ranks: tuple[int, ...], stages: tuple[int, ...]) -> list[tuple[str, float]]:
+        """What a message passes from rank to rank, by its kind, and seconds of a byte there, shared with their stages'."""
+        places, found = self.layout.cluster.places, []
+        for resource in self.network.path(ranks[0], ranks[1]).resources:
             end = resource.way == IN
             sharing = dict(self._at_once(stages[end], stages[1 - end], places[ranks[end]])).get(resource.kind, 1)
-            at_once.append(spread * sharing / self.network.rate(resource))
-        return Link(alone.latency_seconds, max([alone.seconds_per_byte, *at_once]))
+            found.append((resource.kind, sharing / self.network.rate(resource)))
+        return found
+
+    def seconds_on(self, kinds: Container[str], stage: int, source: int, target: int) -> float:
+        """Seconds of a byte between replicas of a stage and the next, either way, on what is of these kinds."""
+        ranks = self.layout.replica(stage, source).ranks[0], self.layout.replica(stage + 1, target).ranks[0]
+        both = self._passed(ranks, (stage, stage + 1)) + self._passed(ranks[::-1], (stage + 1, stage))
+        return max([seconds for kind, seconds in both if kind in kinds], default=0.0)
 
     def _at_once(self, stage: int, other: int, place: Place) -> tuple[tuple[str, int], ...]:
         """By kind of resource, how many replicas of the stage share what `place` has of it on their way from or to the
