@@ -98,9 +98,11 @@ def test_the_next_node_is_ranked_by_price(tmp_path: Path) -> None:
     catalogue = write_yaml(tmp_path / "catalogue.yaml", CATALOGUE)
     have = {"name": "ours", "nodes": [{"name": "t4", "accelerator": "T4", "accelerators": 2, "gbps_per_nic": 25}]}
     owned = write_yaml(tmp_path / "ours.yaml", have)
-    ended = ask(tmp_path, "--tokens", "1e9", "--catalogue", catalogue, "--have", owned, "--add", "--json")
+    ended = ask(tmp_path, "--catalogue", catalogue, "--have", owned, "--add", "--nodes", 2, "--json")
     assert ended.exit_code == 0, ended.stderr
-    gains = [addition["gained_per_price"] for addition in json.loads(ended.stdout)["additions"]]
+    additions = json.loads(ended.stdout)["additions"]
+    assert {(each["node"], each["count"]) for each in additions} == {("big", 2), ("small", 2)}
+    gains = [addition["gained_per_price"] for addition in additions]
     assert gains == sorted(gains, reverse=True)
 
 
@@ -109,6 +111,8 @@ def test_the_next_node_is_ranked_by_price(tmp_path: Path) -> None:
     [
         (["--tokens", "-3"], "--tokens -3: give a positive number"),
         (["--tokens", "1e9", "--add"], "--have CLUSTER.yaml"),
+        ([], "how many tokens to train on is not said; give --tokens"),
+        (["--tokens", "1e9", "--nodes", "4"], "--nodes says how many nodes --add adds at once; give --add too"),
         (["--tokens", "1e9", "--add", "--have", "ours.yaml", "--out", "page.html"], "takes no --out"),  # it was ignored
         (["--tokens", "1e9", "--out", "."], ".: this is a folder, and a file is to be written"),  # said after minutes
         (["--tokens", "1e9", "--budget", "10"], "--budget needs prices, and hethub has none; give --catalogue FILE"),
