@@ -201,9 +201,11 @@ def predict(options: argparse.Namespace) -> None:
             {"strategy": chosen.strategy, **prediction.to_dict(), "kinds_alone": alone, "assumed_speeds": assumed}
         )
     else:
+        from hethub.predictor.memory.ranks import shortage
         from hethub.report.tables import print_predicted
 
-        print_predicted(chosen.strategy, chosen.plan, prediction, chosen.homogeneous_parts, assumed, written)
+        short = shortage(layout, prediction.memory, job.reserve)
+        print_predicted(chosen.strategy, chosen.plan, prediction, chosen.homogeneous_parts, assumed, written, short)
 
 
 def _check_alone(options: argparse.Namespace) -> None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # the planner's search takes a while to load, and most tables
 
 GIB = 2**30
 CLOSE_PERCENT = 10  # of the memory of the fullest rank, left free by the prediction
-TOO_LITTLE = "a rank leaves less memory free than constraints.reserve asks, or ranks hold more than their machine has in host memory"
 MOST_NAMES = 10  # of rows skipped for one reason
 
 
@@ -86,10 +85,11 @@ def print_predicted(
     alone: "Sequence[HomogeneousPart] | None",
     assumed: Sequence[str],
     written: Sequence[Path],
+    short: str | None,
 ) -> None:
     """What `hethub predict` says of a plan; every device type alone where that was asked for."""
     console = make_console()
-    print_prediction(strategy, plan, prediction, assumed, console)
+    print_prediction(strategy, plan, prediction, assumed, console, short)
     if alone is not None:
         print_alone(alone, console)
     _print_written(written, console)
@@ -147,9 +147,15 @@ def _accelerator(replica: ReplicaSpec, cluster: ClusterSpec) -> str:
 
 
 def print_prediction(
-    strategy: str, plan: PlanSpec, prediction: Prediction, assumed: Sequence[str], console: Console
+    strategy: str,
+    plan: PlanSpec,
+    prediction: Prediction,
+    assumed: Sequence[str],
+    console: Console,
+    short: str | None = None,
 ) -> None:
-    """Step time with its parts and bounds, and the memory of every rank; `assumed`: accelerators of unknown speed."""
+    """Step time with its parts and bounds, and the memory of every rank; `assumed`: accelerators of unknown speed,
+    `short`: why the plan does not fit."""
     low, high = prediction.step_seconds_interval
     interval, mfu = f" (80 %: {low:.4g} to {high:.4g})", f", MFU {prediction.mfu:.1f} %"
     if assumed:  # neither means anything
@@ -173,14 +179,14 @@ def print_prediction(
     if prediction.extrapolated:
         console.print("the profile was asked beyond the sizes it measured: there the nearest ratio counts")
     console.print(memory_table(prediction))
-    console.print(whether_it_fits(prediction))
+    console.print(whether_it_fits(prediction, short))
 
 
-def whether_it_fits(prediction: Prediction) -> str:
-    """And what to do where that is close: published peaks are 11 % off their predictions in the mean."""
-    if not prediction.fits:
-        over = any(entry.bytes > entry.limit for entry in prediction.memory)
-        return f"does not fit: {'a rank needs more than its accelerator has' if over else TOO_LITTLE}"
+def whether_it_fits(prediction: Prediction, short: str | None = None) -> str:
+    """What is `short`, if anything is, and what to do where that is close: published peaks are 11 % off their predictions
+    in the mean."""
+    if short is not None:
+        return f"does not fit: {short}"
     fullest = max(prediction.memory, key=lambda entry: entry.bytes / entry.limit)
     free = 100 * (1 - fullest.bytes / fullest.limit)
     if free > CLOSE_PERCENT:
