@@ -144,7 +144,7 @@ def _add_predict(commands: Any) -> None:
     add_profile(parser)
     add_calibrate(parser)
     parser.add_argument(
-        "--bounds", action="store_true", help="plan every device type of a job alone, for %% of the makers alone"
+        "--bounds", action="store_true", help="plan every device type of a job alone, for %% of the device types alone"
     )
     _add_alone(parser, "; as --bounds")
     parser.add_argument("--trace", type=path, metavar="TRACE.json", help="write a timeline that Perfetto opens")

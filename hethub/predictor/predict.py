@@ -148,7 +148,7 @@ _WORDS = {
     "bubble": "waiting for other stages and replicas",
     "tp": "tensor-parallel communication",
     "pp": "waiting for activations and gradients under way between stages",
-    "dp": "summing gradients, gathering weights over replicas and fetching what was offloaded",
+    "dp": "exchanging gradients and weights between replicas",
     "optimizer": "the optimizer",
 }
 
@@ -159,10 +159,13 @@ def _bottleneck(layout: Layout, times: StepTimes) -> str:
     accelerator = layout.cluster.places[ranks[0]].accelerator.name
     largest, second = sorted(times.breakdown, key=lambda part: -times.breakdown[part])[:2]
     share = {part: 100.0 * times.breakdown[part] / times.seconds for part in (largest, second)}
+    words = dict(_WORDS)
+    if any(own.offload for own in layout.stages):
+        words["dp"] += " and fetching what was offloaded"
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {show_ranks(ranks)}"
     return (
-        f"Stage {stage} on {who} ({accelerator}) sets the pace: {share[largest]:.0f} % of the step is {_WORDS[largest]}, "
-        f"{share[second]:.0f} % {_WORDS[second]}."
+        f"Stage {stage} on {who} ({accelerator}) sets the pace: {share[largest]:.0f} % of the step is {words[largest]}, "
+        f"{share[second]:.0f} % {words[second]}."
     )
 
 

@@ -43,7 +43,7 @@ def print_plan(
         print_alone(result.homogeneous_parts, console)
     else:
         console.print(
-            "not compared with the makers alone: time was up before each was planned; `predict --bounds` does it"
+            "not compared with the device types alone: time was up before each was planned; `predict --bounds` does it"
         )
     print_explanation(result, console)
     if result.space_bound_seconds is not None:
@@ -166,7 +166,7 @@ def print_prediction(
     )
     bounds = [f"{prediction.percent_of_ceiling:.1f} % of the ceiling"]
     if prediction.percent_of_makers_alone is not None:
-        bounds.insert(0, f"{prediction.percent_of_makers_alone:.1f} % of the makers alone")
+        bounds.insert(0, f"{prediction.percent_of_makers_alone:.1f} % of the device types alone")
     console.print(", ".join(bounds))
     console.print(f"of which {_parts(prediction)}")
     console.print(prediction.bottleneck)
@@ -360,7 +360,7 @@ def _figure(value: float | int | None) -> str:
 
 def print_communication(rows: Sequence[Mapping[str, Any]], relays: Mapping[str, Any]) -> None:
     """What `hethub bench comm` timed, a row per operation, path and size, and the relays it went over."""
-    table = make_table("operation", "path", "ranks", "bytes", "ms", "GB/s", "over\nbound", "bridge's\nshare")
+    table = make_table("operation", "path", "ranks", "bytes", "ms", "GB/s", "over\nbound", "bytes\nalone ms")
     table.columns[0].no_wrap = True
     legs = []
     for row in rows:
@@ -368,7 +368,7 @@ def print_communication(rows: Sequence[Mapping[str, Any]], relays: Mapping[str, 
         table.add_row(
             row["operation"], row["path"], str(row["ranks"]), f"{row['bytes']:,}", f"{row['seconds'] * 1e3:.3f}",
             f"{row['bytes_per_second'] / 1e9:.2f}", "" if bound is None else f"{bound:.2f}",
-            "" if alone is None else f"{alone / row['seconds']:.2f}",
+            "" if alone is None else f"{alone * 1e3:.3f}",
         )  # fmt: skip
         if row["legs"]:
             parts = ", ".join(f"{leg} {seconds * 1e3:.2f}" for leg, seconds in row["legs"].items())
@@ -376,7 +376,9 @@ def print_communication(rows: Sequence[Mapping[str, Any]], relays: Mapping[str, 
     console = make_console()
     console.print(table)
     console.print(
-        "over bound: bytes over the bridge beside the least that must pass; the bridge's share: what it alone would take"
+        "path: world is the job's group (bridged where it spans islands), island one island's own library, flat one Gloo group; "
+        "over bound: bytes over the bridge, over the least that must pass; bytes alone: what that least takes over the same relays, "
+        "sent at once and whole (pieces that overlap may be faster)"
     )
     for line in legs:
         console.print(line)

@@ -56,6 +56,8 @@ def test_plan_prints_one_json_object_with_the_interfaces_keys(capsys, tmp_path):
     data = answer(capsys, "plan", LAPTOP, "--out", out)
     check_prediction(data)
     assert set(data) >= PLANNED
+    guide = (PROJECT / "docs" / "plans.md").read_text()
+    assert not [key for key in data if f"`{key}`" not in guide]  # no page said what they are
     assert data["strategy"] == "auto"
     assert data["percent_of_upper_bound"] == data["percent_of_makers_alone"]  # its name until now
     assert data["percent_of_makers_alone"] == pytest.approx(

@@ -12,7 +12,7 @@ from hethub.predictor.cost.profile import ProfileSpec, save_profile
 from hethub.predictor.cost.profiled_layer import estimated_device
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.model import ModelSpec
-from tests.support.command import one, ranks
+from tests.support.command import PROJECT, one, ranks
 from tests.support.job_files import MODEL, write_job, write_yaml
 
 CATALOGUE: dict[str, Any] = {
@@ -40,6 +40,8 @@ def test_a_deadline_is_met_by_the_cheapest(tmp_path: Path) -> None:
     assert meeting[0]["cost"] == min(option["cost"] for option in meeting)
     assert all(option["days"] <= option["days_interval"][1] <= 100 for option in meeting)
     assert answer["currency"] == "EUR"
+    guide = (PROJECT / "docs" / "capacity.md").read_text()
+    assert not [key for key in {**answer, **meeting[0]} if f"`{key}`" not in guide]  # no page said what they are
 
 
 def test_a_job_s_plan_file_is_not_left_aside_without_a_word(tmp_path: Path) -> None:
