@@ -34,7 +34,7 @@ class Prediction:
     step_seconds: float
     step_seconds_interval: tuple[float, float]  # 80 %
     tokens_per_second: float
-    mfu: float
+    mfu: float | None  # None where a peak is assumed: a share of a guess means nothing
     breakdown: dict[str, float]
     memory: tuple[RankMemory, ...]
     bottleneck: str
@@ -91,7 +91,9 @@ def predict(
     plan, model = layout.plan, layout.model
     tokens = plan.global_batch * plan.seq_len
     tokens_per_second = tokens / times.seconds
-    peaks = sum(place.accelerator.peak_flops(plan.precision) or 0.0 for place in layout.cluster.places)
+    accelerators = [place.accelerator for place in layout.cluster.places]
+    is_guess = any(accelerator.source == "assumed" for accelerator in accelerators)
+    peaks = sum(accelerator.peak_flops(plan.precision) or 0.0 for accelerator in accelerators)
     ceiling = ceiling_tokens_per_second(layout, costs)
     if not 0 < times.seconds < math.inf:
         raise BadInput(
@@ -103,7 +105,7 @@ def predict(
         step_seconds=times.seconds,
         step_seconds_interval=_interval(layout, times.seconds, software, constants, profile),
         tokens_per_second=tokens_per_second,
-        mfu=100.0 * model_flops(model, plan.global_batch, plan.seq_len) / times.seconds / peaks,
+        mfu=None if is_guess else 100.0 * model_flops(model, plan.global_batch, plan.seq_len) / times.seconds / peaks,
         breakdown=times.breakdown,
         memory=used,
         bottleneck=_bottleneck(layout, times) + _full_link(layout, times, costs),

@@ -157,9 +157,8 @@ def print_prediction(
     """Step time with its parts and bounds, and the memory of every rank; `assumed`: accelerators of unknown speed,
     `short`: why the plan does not fit."""
     low, high = prediction.step_seconds_interval
-    interval, mfu = f" (80 %: {low:.4g} to {high:.4g})", f", MFU {prediction.mfu:.1f} %"
-    if assumed:  # neither means anything
-        interval = mfu = ""
+    interval = "" if assumed else f" (80 %: {low:.4g} to {high:.4g})"  # which would mean nothing
+    mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1f} %"
     console.print(
         f"{strategy}, schedule {plan.schedule}: predicted {prediction.step_seconds:.4g} s a step{interval}, "
         f"{prediction.tokens_per_second:,.0f} tokens/s{mfu}"

@@ -46,7 +46,7 @@ def check_prediction(data):
     assert {"compute", "bubble", "tp", "pp", "dp", "optimizer"} <= set(data["breakdown"])
     assert sum(data["breakdown"].values()) == pytest.approx(data["step_seconds"])
     assert 0 < data["percent_of_ceiling"] <= 100.0
-    assert 0 < data["mfu"] <= 100.0
+    assert data["mfu"] is None  # the peak of CPU-core is assumed
     assert [entry["rank"] for entry in data["memory"]] == list(range(4))
     assert all({"accelerator", "bytes", "limit"} <= set(entry) for entry in data["memory"])
 
