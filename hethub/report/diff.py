@@ -75,6 +75,7 @@ class PlanDiff:
             "parts": self.parts(),
             "memory_bytes": list(self.memory_bytes),
             "fits": [short is None for short in self.short],
+            "shortage": list(self.short),
             "tokens_per_second": list(self.tokens_per_second),
             "assumed_speeds": list(self.assumed_speeds),
         }

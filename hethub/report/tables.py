@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hethub.predictor import Prediction
-from hethub.predictor.calibration.validation.goals import FamilyOut
+from hethub.predictor.calibration.validation.goals import THIS_TABLE, FamilyOut
 from hethub.report.explanation import print_alone, print_explanation
 from hethub.runtime.console import make_console, make_table
 from hethub.spec.accelerator import AcceleratorSpec
@@ -311,8 +311,8 @@ def print_validation(result: Mapping[str, Any]) -> None:
         )
     if unseen := result.get("family_out"):
         console.print(FamilyOut(**unseen).sentence())
-    if result.get("goals"):
-        _print_goals(result["goals"])
+    if own := [goal for goal in result.get("goals", []) if goal["basis"] == THIS_TABLE]:
+        _print_goals(own)  # those of the last fit are the same beside every table: docs/predictions.md has them
 
 
 def _chosen(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -342,14 +342,14 @@ def _skipped(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _print_goals(goals: Sequence[Mapping[str, Any]]) -> None:
-    """Each figure beside what is asked of it, and on which rows it was taken."""
-    table = make_table("figure", "value", "goal", "met", "taken on")
+    """Each figure beside what is asked of it."""
+    table = make_table("of this table", "value", "goal", "met")
     for goal in goals:
         digits = 1 if goal["unit"] else 2
         asked = " to ".join(f"{bound:g}" for bound in goal["bound"])
         asked = asked if goal["sense"] == "within" else f"{goal['sense']} {asked}"
         value = f"{goal['value']:.{digits}f} {goal['unit']}".rstrip()
-        table.add_row(goal["what"], value, asked, "yes" if goal["met"] else "no", goal["basis"])
+        table.add_row(goal["what"], value, asked, "yes" if goal["met"] else "no")
     make_console().print(table)
 
 

@@ -69,6 +69,10 @@ def test_plan_prints_one_json_object_with_the_interfaces_keys(capsys, tmp_path):
     again = answer(capsys, "predict", LAPTOP, "--plan", out)
     assert again["step_seconds"] == pytest.approx(data["step_seconds"])
     assert again["percent_of_makers_alone"] is None
+    assert again["shortage"] is None
+    full = answer(capsys, "predict", LAPTOP, "--plan", out, "--set", "constraints.reserve=0.99")
+    assert not full["fits"]
+    assert "ranks are over. Most of it is " in full["shortage"]  # only that it does not fit was said
     bounded = answer(capsys, "predict", LAPTOP, "--plan", out, "--bounds")
     assert bounded["percent_of_makers_alone"] == pytest.approx(data["percent_of_makers_alone"])
     rates = [kind["tokens_per_second"] for kind in bounded["kinds_alone"]]
