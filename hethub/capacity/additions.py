@@ -1,4 +1,4 @@
-"""Which node to add next to those owned."""
+"""Which nodes to add next to those owned."""
 
 from dataclasses import dataclass
 
@@ -11,20 +11,21 @@ from hethub.spec.errors import BadInput
 
 @dataclass(frozen=True, kw_only=True)
 class Addition:
-    """One more node of a type: what it brings per hour and per price."""
+    """More nodes of one type: what they bring, and what of it for each unit of money an hour."""
 
     node: str
+    count: int
     tokens_per_second: float
     gained_tokens_per_second: float
     gained_per_price: float | None
 
 
 def rank_additions(
-    catalogue: CatalogueSpec, evaluate: Evaluator, have: ClusterSpec, progress: Progress | None = None
+    catalogue: CatalogueSpec, evaluate: Evaluator, have: ClusterSpec, count: int = 1, progress: Progress | None = None
 ) -> tuple[list[Addition], list[LeftOut]]:
-    """Every node type added once to what is owned, best tokens/s per price first (per node where there is no price),
-    and those that cannot be added. Raises BadInput where nothing fits the owned nodes themselves, and where no type can be
-    added."""
+    """`count` nodes of every type added to what is owned, best tokens/s per price first (per node where there is no
+    price), and those that cannot be added. Raises BadInput where nothing fits the owned nodes themselves, and where no type
+    can be added."""
     try:
         now = evaluate(have)
     except BadInput as error:
@@ -32,18 +33,24 @@ def rank_additions(
     found, left_out = [], []
     for index, node in enumerate(catalogue.nodes):
         if progress is not None:
-            progress(index, len(catalogue.nodes), f"one {node.name} more")
+            progress(index, len(catalogue.nodes), f"{count} {node.name} more")
         try:
-            with_it = evaluate(cluster_of(catalogue, {node.name: 1}, have)).tokens_per_second
+            if count > node.count:
+                raise BadInput(f"the catalogue has {node.count} of them.")
+            with_it = evaluate(cluster_of(catalogue, {node.name: count}, have)).tokens_per_second
         except BadInput as error:
-            left_out.append(LeftOut(nodes={node.name: 1}, why=str(error)))
+            left_out.append(LeftOut(nodes={node.name: count}, why=str(error)))
             continue
-        rate = max(with_it, now.tokens_per_second)  # where the search found nothing better the node stays unused
+        rate = max(with_it, now.tokens_per_second)  # where the search found nothing better they stay unused
         gained = rate - now.tokens_per_second
-        per_price = gained / node.price_per_hour if node.price_per_hour else None
+        per_price = gained / (count * node.price_per_hour) if node.price_per_hour else None
         found.append(
             Addition(
-                node=node.name, tokens_per_second=rate, gained_tokens_per_second=gained, gained_per_price=per_price
+                node=node.name,
+                count=count,
+                tokens_per_second=rate,
+                gained_tokens_per_second=gained,
+                gained_per_price=per_price,
             )
         )
     if not found:

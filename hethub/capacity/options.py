@@ -23,6 +23,10 @@ class Question:
     deadline_days: float | None = None
     budget: float | None = None
 
+    @property
+    def has_limit(self) -> bool:
+        return self.deadline_days is not None or self.budget is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
@@ -155,3 +159,8 @@ def or_infinite(value: float | None) -> float:
 def named(counts: dict[str, int]) -> str:
     """`3 H200 + 4 H100`."""
     return " + ".join(f"{count} {name}" for name, count in counts.items()) or "what is owned"
+
+
+def in_words(counts: dict[str, int]) -> str:
+    """`3 H200 + 4 H100 nodes`: H200 alone is also the name of one accelerator."""
+    return f"{named(counts)} node{'' if sum(counts.values()) == 1 else 's'}" if counts else named(counts)

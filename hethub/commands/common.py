@@ -326,6 +326,13 @@ def strategy_of(job: "Job") -> str:
     return "auto"
 
 
+def count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
 def a_number(option: str, text: str, example: str) -> float:
     """A positive figure as people write it: 1e12, 300B, 1.5T. Raises BadInput with an example."""
     factor = _SUFFIXES.get(text[-1:].upper(), 1.0)

@@ -5,7 +5,7 @@ import signal
 import sys
 from typing import Any
 
-from hethub.commands.common import check_writable, command, need_torch, path
+from hethub.commands.common import check_writable, command, count, need_torch, path
 from hethub.spec.errors import BadInput
 
 _RUN = "the folder that train printed, or one of its checkpoints, RUN_DIR/checkpoints/step-N"
@@ -89,13 +89,6 @@ def generate(options: argparse.Namespace) -> None:
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
-
-
-def count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
 
 
 def seed(text: str) -> int:

@@ -39,10 +39,12 @@ from hethub.spec.errors import BadInput, asked_by
 
 if TYPE_CHECKING:
     from hethub.planner import HomogeneousPart
+    from hethub.predictor import Prediction
     from hethub.predictor.cost.profile import ProfileSpec
     from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import Job
-    from hethub.spec.plan import PlanSpec
+    from hethub.spec.layout.bind import Layout
+    from hethub.spec.plan import PlannedFor, PlanSpec
 
 
 def add(commands: Any) -> None:
@@ -144,7 +146,7 @@ def _add_predict(commands: Any) -> None:
     add_profile(parser)
     add_calibrate(parser)
     parser.add_argument(
-        "--bounds", action="store_true", help="plan every device type of a job alone, for %% of the makers alone"
+        "--bounds", action="store_true", help="plan every device type of a job alone, for %% of the device types alone"
     )
     _add_alone(parser, "; as --bounds")
     parser.add_argument("--trace", type=path, metavar="TRACE.json", help="write a timeline that Perfetto opens")
@@ -153,7 +155,6 @@ def _add_predict(commands: Any) -> None:
 
 def predict(options: argparse.Namespace) -> None:
     from hethub.predictor import predict as make_prediction
-    from hethub.predictor.cost.profile import assumed_speeds
     from hethub.predictor.cost.software import hethub_software
     from hethub.predictor.predict import with_staging
     from hethub.spec.job import load_job
@@ -184,7 +185,18 @@ def predict(options: argparse.Namespace) -> None:
     )
     prediction = prediction.beside_makers_alone(chosen.makers_alone_tokens_per_second)
     prediction = with_staging(prediction, layout, profile, software)
-    written = []
+    _give(options, chosen, job, layout, prediction, profile)
+
+
+def _give(
+    options: argparse.Namespace, chosen: "_Chosen", job: "PlannedFor", layout: "Layout", prediction: "Prediction",
+    profile: "ProfileSpec | None",
+) -> None:  # fmt: skip
+    """Writes the files that were asked for, and says what is predicted."""
+    from hethub.predictor.cost.profile import assumed_speeds
+    from hethub.predictor.memory.ranks import shortage
+
+    short, written = shortage(layout, prediction.memory, job.reserve), []
     if options.trace is not None:
         from hethub.report.trace import chrome_trace, write_trace
 
@@ -198,12 +210,18 @@ def predict(options: argparse.Namespace) -> None:
     if options.json:
         alone = [each.to_dict() for each in chosen.homogeneous_parts or ()]
         print_json(
-            {"strategy": chosen.strategy, **prediction.to_dict(), "kinds_alone": alone, "assumed_speeds": assumed}
+            {
+                "strategy": chosen.strategy,
+                **prediction.to_dict(),
+                "shortage": short,
+                "kinds_alone": alone,
+                "assumed_speeds": assumed,
+            }
         )
     else:
         from hethub.report.tables import print_predicted
 
-        print_predicted(chosen.strategy, chosen.plan, prediction, chosen.homogeneous_parts, assumed, written)
+        print_predicted(chosen.strategy, chosen.plan, prediction, chosen.homogeneous_parts, assumed, written, short)
 
 
 def _check_alone(options: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from hethub.commands.common import (
     add_json,
     check_writable,
     command,
+    count,
     files_of,
     path,
     print_json,
@@ -43,7 +44,7 @@ def add(commands: Any) -> None:
         "hethub size configs/jobs/joint-16.yaml --tokens 1e12 --deadline 30",
     )
     add_job(parser)
-    parser.add_argument("--tokens", required=True, metavar="N", help="tokens to train on: 1e12, 300B, 1T")
+    parser.add_argument("--tokens", metavar="N", help="tokens to train on: 1e12, 300B, 1T (needed without --add)")
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument("--deadline", metavar="DAYS", help="days from the first step to the last")
     limit.add_argument("--budget", metavar="MONEY", help="in the catalogue's currency")
@@ -56,6 +57,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--have", type=path, metavar="CLUSTER.yaml", help="nodes owned, which cost nothing")
     add_calibrate(parser)
     parser.add_argument("--add", action="store_true", help="rank what to add next to the nodes owned")
+    parser.add_argument("--nodes", type=count, metavar="N", help="with --add: so many nodes at once (default 1)")
     parser.add_argument(
         "--out", type=path, metavar="SIZE.html", help="write a page with the table and a plot of the frontier"
     )
@@ -71,16 +73,18 @@ def size(options: argparse.Namespace) -> None:
     from hethub.spec.cluster import load_cluster
     from hethub.spec.job import load_job
 
-    tokens = a_number("--tokens", options.tokens, "1e12, 300B or 1.5T (K, M, B, T)")
+    if options.tokens is None and not options.add:
+        raise BadInput("how many tokens to train on is not said; give --tokens, for example 1e12, 300B or 1.5T.")
+    tokens = a_number("--tokens", options.tokens or "1", "1e12, 300B or 1.5T (K, M, B, T)")
     deadline = None if options.deadline is None else a_number("--deadline", options.deadline, "60")
     budget = None if options.budget is None else a_number("--budget", options.budget, "250000 or 250K")
+    if options.nodes is not None and not options.add:
+        raise BadInput("--nodes says how many nodes --add adds at once; give --add too.")
     if options.add and options.have is None:
         raise BadInput("--add ranks what to add to nodes owned; name them with --have CLUSTER.yaml.")
     ignored = [name for name in ("deadline", "budget", "out") if options.add and getattr(options, name) is not None]
     if ignored:
-        raise BadInput(
-            f"--add ranks what one more node of each type brings, and takes no --{ignored[0]}; leave one out."
-        )
+        raise BadInput(f"--add ranks what more nodes of each type bring, and takes no --{ignored[0]}; leave one out.")
     check_writable(options.out, reads=options.job)
     job, have = load_job(options.job, options.set), None if options.have is None else load_cluster(options.have)
     refuse_overwriting(options.out, *files_of(job), options.catalogue, options.have, options.calibrate)
@@ -119,7 +123,7 @@ def _add(
 
     assert have is not None
     with nullcontext() if options.json else counted("sizing", only_on_terminal=True) as progress:
-        additions, left_out = rank_additions(catalogue, evaluate, have, progress)
+        additions, left_out = rank_additions(catalogue, evaluate, have, options.nodes or 1, progress)
     assumed = assumed_speeds_of({addition.node for addition in additions}, catalogue, have, measured)
     if options.json:
         lists = {"additions": list(map(vars, additions)), "left_out": list(map(vars, left_out))}
@@ -142,6 +146,12 @@ def _evaluator(job: "Job", calibrate: Path | None, nodes: "Sequence[NodeSpec]") 
     from hethub.predictor.cost.profile import profile_for, profile_of
     from hethub.predictor.cost.software import hethub_software
 
+    strategy = strategy_of(job)
+    if strategy == "hap":
+        raise BadInput(
+            "hethub size plans layers, and strategy 'hap' plans operators; leave it out with --set plan=auto"
+            f"{'' if job.described else ', and name a model file, since Python is cut operator by operator alone'}."
+        )
     table, measured, train = None, profile_for(job, None), job.spec.train
     if measured is not None:
         with asked_by(job.source.at(("profile",))):
@@ -152,12 +162,8 @@ def _evaluator(job: "Job", calibrate: Path | None, nodes: "Sequence[NodeSpec]") 
             measured = profile_of(calibrate, job.model, nodes, train.precision, train.compile)
         else:
             table = Calibration(calibrate)
-    model, batch, constraints, strategy = job.model, job.spec.train.batch, job.spec.constraints, strategy_of(job)
+    model, batch, constraints = job.model, job.spec.train.batch, job.spec.constraints
     software = hethub_software(job.spec.train.compile)
-    if strategy == "hap":
-        raise BadInput(
-            "hethub size plans layers, and strategy 'hap' plans operators; leave it out with --set plan=auto."
-        )
     if constraints.time_limit_seconds is None:
         constraints = constraints.replace(time_limit_seconds=SECONDS_PER_CLUSTER)
 

@@ -34,7 +34,7 @@ class Prediction:
     step_seconds: float
     step_seconds_interval: tuple[float, float]  # 80 %
     tokens_per_second: float
-    mfu: float
+    mfu: float | None  # None where a peak is assumed: a share of a guess means nothing
     breakdown: dict[str, float]
     memory: tuple[RankMemory, ...]
     bottleneck: str
@@ -91,7 +91,9 @@ def predict(
     plan, model = layout.plan, layout.model
     tokens = plan.global_batch * plan.seq_len
     tokens_per_second = tokens / times.seconds
-    peaks = sum(place.accelerator.peak_flops(plan.precision) or 0.0 for place in layout.cluster.places)
+    accelerators = [place.accelerator for place in layout.cluster.places]
+    is_guess = any(accelerator.source == "assumed" for accelerator in accelerators)
+    peaks = sum(accelerator.peak_flops(plan.precision) or 0.0 for accelerator in accelerators)
     ceiling = ceiling_tokens_per_second(layout, costs)
     if not 0 < times.seconds < math.inf:
         raise BadInput(
@@ -103,7 +105,7 @@ def predict(
         step_seconds=times.seconds,
         step_seconds_interval=_interval(layout, times.seconds, software, constants, profile),
         tokens_per_second=tokens_per_second,
-        mfu=100.0 * model_flops(model, plan.global_batch, plan.seq_len) / times.seconds / peaks,
+        mfu=None if is_guess else 100.0 * model_flops(model, plan.global_batch, plan.seq_len) / times.seconds / peaks,
         breakdown=times.breakdown,
         memory=used,
         bottleneck=_bottleneck(layout, times) + _full_link(layout, times, costs),
@@ -148,7 +150,7 @@ _WORDS = {
     "bubble": "waiting for other stages and replicas",
     "tp": "tensor-parallel communication",
     "pp": "waiting for activations and gradients under way between stages",
-    "dp": "summing gradients, gathering weights over replicas and fetching what was offloaded",
+    "dp": "exchanging gradients and weights between replicas",
     "optimizer": "the optimizer",
 }
 
@@ -159,10 +161,13 @@ def _bottleneck(layout: Layout, times: StepTimes) -> str:
     accelerator = layout.cluster.places[ranks[0]].accelerator.name
     largest, second = sorted(times.breakdown, key=lambda part: -times.breakdown[part])[:2]
     share = {part: 100.0 * times.breakdown[part] / times.seconds for part in (largest, second)}
+    words = dict(_WORDS)
+    if any(own.offload for own in layout.stages):
+        words["dp"] += " and fetching what was offloaded"
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {show_ranks(ranks)}"
     return (
-        f"Stage {stage} on {who} ({accelerator}) sets the pace: {share[largest]:.0f} % of the step is {_WORDS[largest]}, "
-        f"{share[second]:.0f} % {_WORDS[second]}."
+        f"Stage {stage} on {who} ({accelerator}) sets the pace: {share[largest]:.0f} % of the step is {words[largest]}, "
+        f"{share[second]:.0f} % {words[second]}."
     )
 
 

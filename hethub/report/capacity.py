@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hethub.capacity.additions import Addition
 from hethub.capacity.catalogue import CatalogueSpec
-from hethub.capacity.options import LeftOut, Option, Question, best, have_prices, height, named
+from hethub.capacity.options import LeftOut, Option, Question, best, have_prices, height, in_words, named
 from hethub.capacity.sizing import EVERY_COUNT, Sizing
 from hethub.report.drawing import scatter
 from hethub.report.page import html_table, section, write_html
@@ -20,7 +20,7 @@ MOST_OPTIONS, BAR, MOST_LEFT_OUT = 20, 40, 5
 def print_sizing(found: Sizing, question: Question, out: Path | None, measured: Container[str] = ()) -> None:
     """The options that meet what was asked first, and a plot of the frontier of time and price (or size)."""
     console = make_console()
-    head, rows = _table(found.options[:MOST_OPTIONS], question.catalogue)
+    head, rows = _table(found.options[:MOST_OPTIONS], question)
     table = make_table(*head)
     for row in rows:
         table.add_row(*row)
@@ -49,16 +49,17 @@ def write_sizing(found: Sizing, question: Question, out: Path, measured: Contain
     body = [
         *(f"<p>{escape(sentence)}</p>" for sentence in _sentences(found, question, measured)),
         section("Frontier", scatter(points, "days", against)),
-        section("Options", html_table(*_table(found.options, question.catalogue))),
+        section("Options", html_table(*_table(found.options, question))),
     ]  # fmt: skip
-    write_html(out, f"{question.tokens:.4g} tokens", body)
+    write_html(out, f"{_tokens(question.tokens)} tokens", body)
 
 
-def _table(options: Sequence[Option], catalogue: CatalogueSpec) -> tuple[list[str], list[list[str]]]:
-    """Head and rows, without the columns that nobody has a figure for."""
-    cost = f"cost {catalogue.currency or ''}".strip()
-    head = ["nodes", "accelerators", "goodput\ntokens/s", "days\n(80 %)", cost, "MWh (assumed)", "meets"]
-    columns = zip(head, *map(_cells, options), strict=True)
+def _table(options: Sequence[Option], question: Question) -> tuple[list[str], list[list[str]]]:
+    """Head and rows, without the columns that nobody has a figure for, and without `meets` where nothing was to be met."""
+    cost = f"cost {question.catalogue.currency or ''}".strip()
+    head = ["nodes", "accelerators", "goodput\ntokens/s", "days\n(80 %)", cost, "MWh (assumed)"]
+    head += ["meets"] if question.has_limit else []
+    columns = zip(head, *(_cells(option)[: len(head)] for option in options), strict=True)
     names, *rows = map(list, zip(*(column for column in columns if any(column[1:])), strict=True))
     return names, rows
 
@@ -80,6 +81,18 @@ def _figure(value: float) -> str:
     return f"{value:,.1f}" if value == 0 or 1 <= value < 1e9 else f"{value:.2g}" if value < 1 else f"{value:.3g}"
 
 
+def _days(value: float) -> str:
+    return f"{value:g} day{'' if value == 1 else 's'}"
+
+
+def _tokens(value: float) -> str:
+    """1 T, 1.5 B, 300 M: as they are asked for."""
+    size, unit = next(
+        ((size, unit) for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if value >= size), (1.0, "")
+    )
+    return f"{value / size:,.4g} {unit}".strip()
+
+
 def _money(value: float) -> str:
     return f"{value:,.0f}" if value == 0 or 100 <= value < 1e12 else _figure(value)
 
@@ -99,37 +112,41 @@ def _size(option: Option) -> str:
 def _sentences(found: Sizing, question: Question, measured: Container[str]) -> list[str]:
     """What was asked and found, what was left out, and what the figures rest on."""
     catalogue, wanted = question.catalogue, []
-    wanted += [] if question.deadline_days is None else [f"in {question.deadline_days:g} days"]
+    wanted += [] if question.deadline_days is None else [f"within {_days(question.deadline_days)}"]
     wanted += [] if question.budget is None else [f"for {question.budget:,.0f} {catalogue.currency}"]
-    asked = f"{question.tokens:.4g} tokens {' and '.join(wanted)}".strip()
+    asked = f"{_tokens(question.tokens)} tokens {' and '.join(wanted)}".strip()
     chosen = best(found.options)
     asked += ", beside what is owned" if question.have and (chosen is None or chosen.nodes) else ""
     if chosen is None:
         nearest = found.options[0]
         what, takes = ("fastest", "takes") if question.budget is None else ("cheapest", "costs")
         figure = f"{_figure(nearest.days)} days" if question.budget is None else _price(nearest, catalogue)
-        answer = f"none of the options; the {what}, {named(nearest.nodes)}, {takes} {figure}"
+        answer = f"none of the options; the {what}, {in_words(nearest.nodes)}, {takes} {figure}"
     else:
         answer = (
-            f"{named(chosen.nodes)}, {_figure(chosen.days)} days ({_interval(chosen)}), {_price(chosen, catalogue)}"
+            f"{in_words(chosen.nodes)}, {_figure(chosen.days)} days ({_interval(chosen)}), {_price(chosen, catalogue)}"
         )
         if wanted:
             answer = f"likely {answer}" if chosen.meets == "likely" else f"likely none of the options; maybe {answer}"
+        else:
+            answer = f"the {'smallest' if chosen.cost is None else 'cheapest'} is {answer}"
     sentences = [f"{asked}: {answer}", *left_out_sentences(found.left_out)]
     if alone := _alone(found, catalogue):
-        sentences.append(f"planned of one node type: {alone}")
+        sentences.append(f"counts planned of one node type alone: {alone}")
     if found.not_looked_at:
-        more = ", nor any of three and more" if len(catalogue.nodes) > 2 else ""
         least = "at least " if any(node.count > EVERY_COUNT for node in catalogue.nodes) else ""
-        fixed = "" if question.have else "; --have fixes a part"
         sentences.append(
-            f"not planned: {found.not_looked_at:,} mixtures of two node types, {least}{found.might_be_better:,} of which may be a better "
-            f"answer{more}{fixed}"
+            f"{found.not_looked_at:,} mixtures of two node types were not planned; {least}{found.might_be_better:,} of them would be a "
+            "better answer if every node did what it does in its type's best count alone"
         )
+    if len(catalogue.nodes) > 2:
+        sentences.append("mixtures of three node types or more are never planned, unless --have names a part of one")
     if assumed := assumed_speeds_of(found.node_types, catalogue, question.have, measured):
         sentences.append(assumed_sentence(assumed))
     if catalogue.date:
-        sentences.append(f"prices of {catalogue.date}; nodes owned cost nothing")
+        sentences.append(f"prices of {catalogue.date}")
+    if question.have is not None:
+        sentences.append("nodes owned cost nothing, whatever price_per_hour their cluster file gives")
     stated = ", ".join(f"{key} {value:g}" for key, value in catalogue.assumptions.model_dump().items())
     return [*sentences, f"assumed, not measured (the catalogue's `assumptions` change it): {stated}"]
 
@@ -145,7 +162,7 @@ def assumed_speeds_of(
 
 
 def _alone(found: Sizing, catalogue: CatalogueSpec) -> str:
-    """`H200 by 1, 4, 8 of 16; A100 by 16 of 16`: of each type the counts that were planned without another."""
+    """`H200 1, 4, 8 (of 16); A100 16 (of 16)`: of each type the counts that were planned without another."""
     seen: dict[str, list[int]] = {}
     for nodes in [option.nodes for option in found.options] + [cluster.nodes for cluster in found.left_out]:
         if len(nodes) == 1:
@@ -153,7 +170,7 @@ def _alone(found: Sizing, catalogue: CatalogueSpec) -> str:
             seen.setdefault(name, []).append(count)
     available = {node.name: node.count for node in catalogue.nodes}
     return "; ".join(
-        f"{name} by {', '.join(map(str, sorted(counts)))} of {available[name]:,}" for name, counts in seen.items()
+        f"{name} {', '.join(map(str, sorted(counts)))} (of {available[name]:,})" for name, counts in seen.items()
     )
 
 
@@ -178,17 +195,20 @@ def print_additions(
     additions: Sequence[Addition], left_out: Sequence[LeftOut], catalogue: CatalogueSpec, assumed: Sequence[str]
 ) -> None:
     """Node types, best gain per price first, those that cannot be added, and the accelerators whose speed is `assumed`."""
-    table = make_table("add one", "tokens/s then", "gained", f"gained per {catalogue.currency or 'price'} and hour")
+    priced = [f"gained per {catalogue.currency}\nan hour"] if catalogue.currency else []
+    table = make_table("nodes added", "tokens/s then", "tokens/s gained", *priced)
     for addition in additions:
         per_price = "" if addition.gained_per_price is None else f"{addition.gained_per_price:,.1f}"
         table.add_row(
-            addition.node, f"{addition.tokens_per_second:,.0f}", f"{addition.gained_tokens_per_second:,.0f}", per_price
-        )
+            named({addition.node: addition.count}), f"{addition.tokens_per_second:,.0f}",
+            f"{addition.gained_tokens_per_second:,.0f}", *([per_price] if priced else []),
+        )  # fmt: skip
     console = make_console()
     console.print(table)
-    if idle := [addition.node for addition in additions if not addition.gained_tokens_per_second]:
+    if idle := [addition for addition in additions if not addition.gained_tokens_per_second]:
+        more = " or ".join(named({addition.node: addition.count}) for addition in idle)
         console.print(
-            f"no plan was found that is faster with one {' or '.join(idle)} more than without; "
+            f"no plan was found that is faster with {more} more than without. More of them may be: --nodes {2 * idle[0].count}; "
             "a higher constraints.time_limit_seconds searches longer"
         )
     for sentence in left_out_sentences(left_out):

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from hethub.predictor import predict
 from hethub.predictor.cost.profile import ProfileSpec, assumed_speeds
 from hethub.predictor.cost.software import hethub_software
-from hethub.report.tables import GIB, TOO_LITTLE, assumed_sentence
+from hethub.predictor.memory.ranks import shortage
+from hethub.report.program import NO_ROOM
+from hethub.report.tables import GIB, assumed_sentence
 from hethub.runtime.console import make_console, make_table
 from hethub.spec.base import Spec
 from hethub.spec.layout.bind import Layout
@@ -35,7 +37,7 @@ class PlanDiff:
     step_seconds: tuple[float, float]
     breakdowns: tuple[Mapping[str, float], Mapping[str, float]]
     memory_bytes: tuple[int, int]  # of the fullest rank
-    fits: tuple[bool, bool]
+    short: tuple[str | None, str | None]  # why a plan does not fit
     tokens_per_second: tuple[float, float]
     assumed_speeds: tuple[str, ...]
     """The accelerators of either whose speed the catalogue assumes."""
@@ -72,7 +74,8 @@ class PlanDiff:
             "slower_percent": self.slower_percent,
             "parts": self.parts(),
             "memory_bytes": list(self.memory_bytes),
-            "fits": list(self.fits),
+            "fits": [short is None for short in self.short],
+            "shortage": list(self.short),
             "tokens_per_second": list(self.tokens_per_second),
             "assumed_speeds": list(self.assumed_speeds),
         }
@@ -85,7 +88,7 @@ class Side(NamedTuple):
     step_seconds: float
     breakdown: Mapping[str, float]
     memory_bytes: int
-    fits: bool
+    short: str | None
     tokens_per_second: float
     assumed_speeds: tuple[str, ...]
 
@@ -103,7 +106,7 @@ def diff(one: Side, two: Side) -> PlanDiff:
         step_seconds=(one.step_seconds, two.step_seconds),
         breakdowns=(one.breakdown, two.breakdown),
         memory_bytes=(one.memory_bytes, two.memory_bytes),
-        fits=(one.fits, two.fits),
+        short=(one.short, two.short),
         tokens_per_second=(one.tokens_per_second, two.tokens_per_second),
         assumed_speeds=tuple(dict.fromkeys((*one.assumed_speeds, *two.assumed_speeds))),
     )
@@ -126,9 +129,9 @@ def print_diff(result: PlanDiff) -> None:
         console.print(f"of which {', '.join(f'{part} {seconds:+.4g} s' for part, seconds in parts.items())}")
     one, two = (size / GIB for size in result.memory_bytes)
     console.print(f"the fullest rank needs {one:.2f} and {two:.2f} GiB")
-    for which, fits in zip(("first", "second"), result.fits, strict=True):
-        if not fits:
-            console.print(f"the {which} does not fit: {TOO_LITTLE}")
+    for which, short in zip(("first", "second"), result.short, strict=True):
+        if short is not None:
+            console.print(f"the {which} does not fit: {short}")
     if result.assumed_speeds:
         console.print(assumed_sentence(result.assumed_speeds))
 
@@ -159,9 +162,9 @@ def side_of_layout(layout: Layout, compiles: bool | None, reserve: float, profil
     keys |= _described("model", model) | _described("cluster", layout.cluster)
     keys |= {"job.compile": (compiles, str(compiles)), "job.reserve": (reserve, str(reserve))}
     found = predict(layout, reserve=reserve, profile=profile, software=hethub_software(compiles))
-    most = max(entry.bytes for entry in found.memory)
+    most, short = max(entry.bytes for entry in found.memory), shortage(layout, found.memory, reserve)
     assumed = assumed_speeds(layout.cluster, layout.plan.precision, profile)
-    return Side(keys, found.step_seconds, found.breakdown, most, found.fits, found.tokens_per_second, tuple(assumed))
+    return Side(keys, found.step_seconds, found.breakdown, most, short, found.tokens_per_second, tuple(assumed))
 
 
 def side_of_program(plan: ProgramPlanSpec, made_for: ProgramFor) -> Side:
@@ -179,7 +182,8 @@ def side_of_program(plan: ProgramPlanSpec, made_for: ProgramFor) -> Side:
     keys["job.reserve"] = (made_for.reserve, str(made_for.reserve))
     tokens = plan.global_batch * plan.seq_len / found["step_seconds"]
     most, assumed = max(program.memory_bytes), assumed_speeds(made_for.cluster, plan.precision, None)
-    return Side(keys, found["step_seconds"], found["breakdown"], most, found["fits"], tokens, tuple(assumed))
+    short = None if found["fits"] else NO_ROOM
+    return Side(keys, found["step_seconds"], found["breakdown"], most, short, tokens, tuple(assumed))
 
 
 def _plain(spec: Spec, names: set[str]) -> dict[str, tuple[object, str]]:

@@ -59,7 +59,7 @@ def print_alone(alone: Sequence["HomogeneousPart"], console: Console) -> None:
         )
     if not alone:
         console.print(
-            "not compared with the makers alone: one device type alone has no plan, for want of a sample or of accelerators for "
+            "not compared with the device types alone: one device type alone has no plan, for want of a sample or of accelerators for "
             "the constraints"
         )
 

@@ -127,17 +127,20 @@ def _summary(layout: Layout, prediction: Prediction, measured: Measured | None, 
     model, plan = layout.model, layout.plan
     low, high = prediction.step_seconds_interval
     rows = [["step time", f"{prediction.step_seconds:.4g} s (80 %: {low:.4g} to {high:.4g})"]]
-    rows += [["tokens/s", f"{prediction.tokens_per_second:,.0f}"], ["MFU", f"{prediction.mfu:.1f} %"]]
-    rows += [["of the ceiling", f"{prediction.percent_of_ceiling:.1f} %"], ["fits", "yes" if prediction.fits else "no"]]
+    rows += [["tokens/s", f"{prediction.tokens_per_second:,.0f}"]]
+    percents = {"of the ceiling": prediction.percent_of_ceiling}
+    percents = percents if prediction.mfu is None else {"MFU": prediction.mfu, **percents}
+    rows += [[name, f"{percent:.1f} %"] for name, percent in percents.items()]
+    rows += [["fits", "yes" if prediction.fits else "no"]]
     head = ["", "predicted"]
     if measured is not None:
         faster = prediction.step_seconds / measured.step_seconds
         head.append(f"{times_are(layout.cluster)} ({_steps(measured)})")
         rows[0].append(f"{measured.step_seconds:.4g} s")
         rows[1].append(f"{prediction.tokens_per_second * faster:,.0f}")
-        rows[2].append(f"{prediction.mfu * faster:.1f} %")
-        rows[3].append(f"{prediction.percent_of_ceiling * faster:.1f} %")
-        rows[4].append("")
+        for row, percent in zip(rows[2:], percents.values(), strict=False):
+            row.append(f"{percent * faster:.1f} %")
+        rows[-1].append("")
     what = (
         f"{model.name}, {parameter_count(model)} parameters, on {layout.cluster.name}, {layout.cluster.size} accelerators; "
         f"global batch {plan.global_batch} × {plan.seq_len} tokens, {plan.precision}, schedule {plan.schedule}."

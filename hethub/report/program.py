@@ -25,6 +25,8 @@ from hethub.spec.program import (
     show_ratios,
 )
 
+NO_ROOM = "a rank leaves less of its accelerator's memory free than constraints.reserve asks"
+
 
 def print_program(
     plan: ProgramPlanSpec,
@@ -53,7 +55,7 @@ def print_program(
             )
         console.print(f"traced in {found['trace_seconds']:.2f} s, searched in {found['search_seconds']:.2f} s")
     for path in written:
-        console.print(f"wrote {path}")
+        console.print(f"written to {path}")
 
 
 def _lines(program: ProgramSpec, prediction: Mapping[str, Any]) -> list[str]:
@@ -65,7 +67,7 @@ def _lines(program: ProgramSpec, prediction: Mapping[str, Any]) -> list[str]:
         f"{prediction['samples_per_second']:,.1f} samples/s" + ("" if tokens is None else f", {tokens:,.0f} tokens/s"),
         f"memory: rank {fullest['rank']} ({fullest['accelerator']}) is fullest with {fullest['bytes'] / GIB:.2f} of "
         f"{fullest['limit'] / GIB:.2f} GiB",
-        "fits" if prediction["fits"] else "does not fit: a rank needs more than its accelerator has",
+        "fits" if prediction["fits"] else f"does not fit: {NO_ROOM}",
     ]
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hethub.predictor import Prediction
-from hethub.predictor.calibration.validation.goals import FamilyOut
+from hethub.predictor.calibration.validation.goals import THIS_TABLE, FamilyOut
 from hethub.report.explanation import print_alone, print_explanation
 from hethub.runtime.console import make_console, make_table
 from hethub.spec.accelerator import AcceleratorSpec
@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # the planner's search takes a while to load, and most tables
 
 GIB = 2**30
 CLOSE_PERCENT = 10  # of the memory of the fullest rank, left free by the prediction
-TOO_LITTLE = "a rank leaves less memory free than constraints.reserve asks, or ranks hold more than their machine has in host memory"
 MOST_NAMES = 10  # of rows skipped for one reason
 
 
@@ -44,7 +43,7 @@ def print_plan(
         print_alone(result.homogeneous_parts, console)
     else:
         console.print(
-            "not compared with the makers alone: time was up before each was planned; `predict --bounds` does it"
+            "not compared with the device types alone: time was up before each was planned; `predict --bounds` does it"
         )
     print_explanation(result, console)
     if result.space_bound_seconds is not None:
@@ -86,10 +85,11 @@ def print_predicted(
     alone: "Sequence[HomogeneousPart] | None",
     assumed: Sequence[str],
     written: Sequence[Path],
+    short: str | None,
 ) -> None:
     """What `hethub predict` says of a plan; every device type alone where that was asked for."""
     console = make_console()
-    print_prediction(strategy, plan, prediction, assumed, console)
+    print_prediction(strategy, plan, prediction, assumed, console, short)
     if alone is not None:
         print_alone(alone, console)
     _print_written(written, console)
@@ -147,20 +147,25 @@ def _accelerator(replica: ReplicaSpec, cluster: ClusterSpec) -> str:
 
 
 def print_prediction(
-    strategy: str, plan: PlanSpec, prediction: Prediction, assumed: Sequence[str], console: Console
+    strategy: str,
+    plan: PlanSpec,
+    prediction: Prediction,
+    assumed: Sequence[str],
+    console: Console,
+    short: str | None = None,
 ) -> None:
-    """Step time with its parts and bounds, and the memory of every rank; `assumed`: accelerators of unknown speed."""
+    """Step time with its parts and bounds, and the memory of every rank; `assumed`: accelerators of unknown speed,
+    `short`: why the plan does not fit."""
     low, high = prediction.step_seconds_interval
-    interval, mfu = f" (80 %: {low:.4g} to {high:.4g})", f", MFU {prediction.mfu:.1f} %"
-    if assumed:  # neither means anything
-        interval = mfu = ""
+    interval = "" if assumed else f" (80 %: {low:.4g} to {high:.4g})"  # which would mean nothing
+    mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1f} %"
     console.print(
         f"{strategy}, schedule {plan.schedule}: predicted {prediction.step_seconds:.4g} s a step{interval}, "
         f"{prediction.tokens_per_second:,.0f} tokens/s{mfu}"
     )
     bounds = [f"{prediction.percent_of_ceiling:.1f} % of the ceiling"]
     if prediction.percent_of_makers_alone is not None:
-        bounds.insert(0, f"{prediction.percent_of_makers_alone:.1f} % of the makers alone")
+        bounds.insert(0, f"{prediction.percent_of_makers_alone:.1f} % of the device types alone")
     console.print(", ".join(bounds))
     console.print(f"of which {_parts(prediction)}")
     console.print(prediction.bottleneck)
@@ -173,14 +178,14 @@ def print_prediction(
     if prediction.extrapolated:
         console.print("the profile was asked beyond the sizes it measured: there the nearest ratio counts")
     console.print(memory_table(prediction))
-    console.print(whether_it_fits(prediction))
+    console.print(whether_it_fits(prediction, short))
 
 
-def whether_it_fits(prediction: Prediction) -> str:
-    """And what to do where that is close: published peaks are 11 % off their predictions in the mean."""
-    if not prediction.fits:
-        over = any(entry.bytes > entry.limit for entry in prediction.memory)
-        return f"does not fit: {'a rank needs more than its accelerator has' if over else TOO_LITTLE}"
+def whether_it_fits(prediction: Prediction, short: str | None = None) -> str:
+    """What is `short`, if anything is, and what to do where that is close: published peaks are 11 % off their predictions
+    in the mean."""
+    if short is not None:
+        return f"does not fit: {short}"
     fullest = max(prediction.memory, key=lambda entry: entry.bytes / entry.limit)
     free = 100 * (1 - fullest.bytes / fullest.limit)
     if free > CLOSE_PERCENT:
@@ -306,8 +311,8 @@ def print_validation(result: Mapping[str, Any]) -> None:
         )
     if unseen := result.get("family_out"):
         console.print(FamilyOut(**unseen).sentence())
-    if result.get("goals"):
-        _print_goals(result["goals"])
+    if own := [goal for goal in result.get("goals", []) if goal["basis"] == THIS_TABLE]:
+        _print_goals(own)  # those of the last fit are the same beside every table: docs/predictions.md has them
 
 
 def _chosen(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -337,14 +342,14 @@ def _skipped(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _print_goals(goals: Sequence[Mapping[str, Any]]) -> None:
-    """Each figure beside what is asked of it, and on which rows it was taken."""
-    table = make_table("figure", "value", "goal", "met", "taken on")
+    """Each figure beside what is asked of it."""
+    table = make_table("of this table", "value", "goal", "met")
     for goal in goals:
         digits = 1 if goal["unit"] else 2
         asked = " to ".join(f"{bound:g}" for bound in goal["bound"])
         asked = asked if goal["sense"] == "within" else f"{goal['sense']} {asked}"
         value = f"{goal['value']:.{digits}f} {goal['unit']}".rstrip()
-        table.add_row(goal["what"], value, asked, "yes" if goal["met"] else "no", goal["basis"])
+        table.add_row(goal["what"], value, asked, "yes" if goal["met"] else "no")
     make_console().print(table)
 
 
@@ -354,7 +359,7 @@ def _figure(value: float | int | None) -> str:
 
 def print_communication(rows: Sequence[Mapping[str, Any]], relays: Mapping[str, Any]) -> None:
     """What `hethub bench comm` timed, a row per operation, path and size, and the relays it went over."""
-    table = make_table("operation", "path", "ranks", "bytes", "ms", "GB/s", "over\nbound", "bridge's\nshare")
+    table = make_table("operation", "path", "ranks", "bytes", "ms", "GB/s", "over\nbound", "bytes\nalone ms")
     table.columns[0].no_wrap = True
     legs = []
     for row in rows:
@@ -362,7 +367,7 @@ def print_communication(rows: Sequence[Mapping[str, Any]], relays: Mapping[str, 
         table.add_row(
             row["operation"], row["path"], str(row["ranks"]), f"{row['bytes']:,}", f"{row['seconds'] * 1e3:.3f}",
             f"{row['bytes_per_second'] / 1e9:.2f}", "" if bound is None else f"{bound:.2f}",
-            "" if alone is None else f"{alone / row['seconds']:.2f}",
+            "" if alone is None else f"{alone * 1e3:.3f}",
         )  # fmt: skip
         if row["legs"]:
             parts = ", ".join(f"{leg} {seconds * 1e3:.2f}" for leg, seconds in row["legs"].items())
@@ -370,7 +375,9 @@ def print_communication(rows: Sequence[Mapping[str, Any]], relays: Mapping[str, 
     console = make_console()
     console.print(table)
     console.print(
-        "over bound: bytes over the bridge beside the least that must pass; the bridge's share: what it alone would take"
+        "path: world is the job's group (bridged where it spans islands), island one island's own library, flat one Gloo group; "
+        "over bound: bytes over the bridge, over the least that must pass; bytes alone: what that least takes over the same relays, "
+        "sent at once and whole (pieces that overlap may be faster)"
     )
     for line in legs:
         console.print(line)

@@ -61,7 +61,7 @@ class NodeSpec(Spec):
     environment: Environment | None = None  # the Python environment on this node, for `hethub launch`
     # the machines' host names, for `hethub launch`; None: the name, for one machine
     hosts: tuple[str, ...] | None = None
-    # Of one machine, in the catalogue's currency, for `hethub size`; null: answers count accelerators instead.
+    # In the catalogue of `hethub size`, of one machine; null: answers count accelerators instead. Nodes of a cluster cost nothing.
     price_per_hour: Annotated[float, Field(ge=0, le=1e12)] | None = None
 
     @model_validator(mode="after")

@@ -351,10 +351,10 @@ def write_yaml(data: Any, path: Path) -> None:
 
 
 def dump_yaml(data: Any) -> str:
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    return yaml.dump(data, Dumper=Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
 
-class _Dumper(yaml.SafeDumper):
+class Dumper(yaml.SafeDumper):
     """SafeDumper without anchors: a person edits these files."""
 
     def ignore_aliases(self, data: Any) -> bool:

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import yaml
 from pydantic import Field, model_validator
 
 from hethub.spec.accelerator import Precision
 from hethub.spec.base import Spec, load
 from hethub.spec.cluster import ClusterSpec, NonNegative
-from hethub.spec.documents import dump_yaml, write_text
+from hethub.spec.documents import Dumper, dump_yaml, write_text
 from hethub.spec.errors import BrokenRule
 from hethub.spec.model import Count, ModelSpec
 from hethub.spec.ranges import Range
@@ -317,5 +318,22 @@ def save_plan(plan: PlanSpec, path: Path, job: PlannedFor | None = None) -> None
 def plan_text(plan: PlanSpec, job: PlannedFor | None) -> str:
     """The plan as a plan file has it."""
     own = plan.model_dump(exclude_defaults=True, exclude={"job"})
+    for stage in own["stages"]:
+        stage["layers"], stage["replicas"] = _OneLine(stage["layers"]), list(map(_OneLine, stage["replicas"]))
     made_for = {} if job is None else {"job": job.model_dump(mode="json", exclude_unset=True, exclude_none=True)}
     return dump_yaml({"version": plan.version, **own, **made_for})
+
+
+class _OneLine(NamedTuple):
+    """What a person reads at a glance: 128 replicas are as many lines, and were four times as many."""
+
+    data: Any
+
+
+def _on_one_line(dumper: Dumper, line: _OneLine) -> yaml.Node:
+    node: Any = dumper.represent_data(line.data)
+    node.flow_style = True
+    return node
+
+
+Dumper.add_representer(_OneLine, _on_one_line)

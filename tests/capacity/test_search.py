@@ -202,8 +202,9 @@ def test_mixtures_that_were_not_looked_at_are_counted() -> None:
     mixtures = sum(len(each.nodes) == 2 for each in (*found.options, *found.left_out))
     assert found.not_looked_at == 8 * 8 - mixtures
     page = said_of(found, question)
-    assert f"not planned: {found.not_looked_at} mixtures of two node types" in page
-    assert "planned of one node type: slow by 1, 2, 4, 8 of 8; fast by 1, 2, 4, 8 of 8" in page
+    assert f"{found.not_looked_at} mixtures of two node types were not planned" in page
+    assert "counts planned of one node type alone: slow 1, 2, 4, 8 (of 8); fast 1, 2, 4, 8 (of 8)" in page
+    assert "three node types" not in page  # there are two
     together = Question(catalogue=CATALOGUE, tokens=800 * 20 * 86400 * 10, deadline_days=12.51)
     assert size(together, evaluate, mixtures=1).not_looked_at == 8 * 8 - 1
 
@@ -214,4 +215,4 @@ def test_of_many_nodes_the_mixtures_that_may_be_better_are_at_least_so_many() ->
     question = Question(catalogue=many, tokens=(800 * 40 + 2400 * 5) * 86400 * 10, deadline_days=12.51)
     found = size(question, evaluate)
     assert found.options[0].nodes == {"fast": 6, "slow": 40}
-    assert f"at least {found.might_be_better} of which may be a better answer" in said_of(found, question)
+    assert f"at least {found.might_be_better} of them would be a better answer" in said_of(found, question)

@@ -71,7 +71,7 @@ def test_an_answer_says_that_it_is_only_maybe() -> None:
     """All there is takes 7 days, 5.6 to 8.75; "60 days: meets" was said of a figure that is off by 30 %."""
     question = Question(catalogue=CATALOGUE, tokens=(800 + 2400) * 8 * 86400 * 7, deadline_days=6.0)
     page = said_of(size(question, evaluate), question)
-    assert "likely none of the options; maybe 8 fast + 8 slow, 7.0 days (5.6 to 8.8)" in page
+    assert "likely none of the options; maybe 8 fast + 8 slow nodes, 7.0 days (5.6 to 8.8)" in page
     shorter = Question(catalogue=CATALOGUE, tokens=question.tokens, deadline_days=5.0)
     assert ": none of the options; the fastest, " in said_of(size(shorter, evaluate), shorter)
 
@@ -119,7 +119,7 @@ def test_all_of_both_types_is_an_answer_where_less_is_none() -> None:
     options = options_of((800 + 2400) * 8 * 86400 * 10, deadline_days=12.51)
     assert [option.nodes for option in options if option.meets == "likely"] == [{"fast": 8, "slow": 8}]
     late = Question(catalogue=CATALOGUE, tokens=1e13, deadline_days=1.0)
-    assert "none of the options; the fastest, 8 fast + 8 slow, takes " in said_of(size(late, evaluate), late)
+    assert "none of the options; the fastest, 8 fast + 8 slow nodes, takes " in said_of(size(late, evaluate), late)
 
 
 def test_a_hundred_thousand_nodes_of_a_type_are_not_all_looked_at() -> None:
@@ -154,7 +154,7 @@ def test_owned_nodes_cost_nothing() -> None:
     assert next(option for option in options if option.nodes == {}).cost == 0
     question = Question(catalogue=CATALOGUE, tokens=1e12, have=have)
     page = said_of(size(question, evaluate), question)
-    assert "1e+12 tokens: what is owned, " in page
+    assert "1 T tokens: the cheapest is what is owned, " in page
     assert "0 EUR" in page
     assert "0.0 EUR" not in page
     assert cluster_of(CATALOGUE, {"slow": 1}, have).size == 40
@@ -187,8 +187,38 @@ def test_one_node_more_is_never_slower_since_it_can_stay_unused(capsys: pytest.C
     assert {addition.tokens_per_second for addition in additions} == {9e6 / 32}
     print_additions(additions, left_out, CATALOGUE, ["CPU-core"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "faster with one fast or slow more" in said
+    assert "faster with 1 fast or 1 slow more than without. More of them may be: --nodes 2" in said
     assert "the speed of CPU-core is assumed" in said
+
+
+def test_what_one_node_does_not_bring_several_may() -> None:
+    """One MI300X node beside eight and eight H100 brings nothing, eight bring a third more; only one could be asked for."""
+    have = cluster(("A100-SXM4-80GB", 4, 8), name="ours")
+
+    def in_fours(on: ClusterSpec) -> SimpleNamespace:
+        return SimpleNamespace(tokens_per_second=float(sum(node.count // 4 for node in on.nodes)))
+
+    assert [each.gained_tokens_per_second for each in rank_additions(CATALOGUE, in_fours, have)[0]] == [0.0, 0.0]
+    four, _ = rank_additions(CATALOGUE, in_fours, have, 4)
+    assert {(each.node, each.count, each.gained_tokens_per_second) for each in four} == {
+        ("slow", 4, 1.0),
+        ("fast", 4, 1.0),
+    }
+    prices = {node.name: node.price_per_hour for node in CATALOGUE.nodes}
+    assert all(each.gained_per_price == pytest.approx(1.0 / 4 / (prices[each.node] or 0.0)) for each in four)
+    with pytest.raises(BadInput, match="the catalogue has 8 of them"):
+        rank_additions(CATALOGUE, in_fours, have, 9)
+
+
+def test_where_nothing_is_asked_no_option_is_said_to_meet_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row was "likely"."""
+    question = Question(catalogue=CATALOGUE, tokens=1e12)
+    found = size(question, evaluate)
+    print_sizing(found, question, None)
+    said = capsys.readouterr().out
+    assert "meets" not in said
+    assert "likely" not in said
+    assert f"1 T tokens: the cheapest is {found.options[0].nodes['slow']} slow node" in said
 
 
 def test_frontier_has_no_beaten_option() -> None:
@@ -268,7 +298,7 @@ def test_the_frontier_is_of_sizes_where_a_price_is_missing(capsys: pytest.Captur
     found = size(question, evaluate)
     assert {name for option in found.options if option.on_frontier for name in option.nodes} == {"fast"}
     print_sizing(found, question, None)
-    frontier = capsys.readouterr().out.split("the frontier of time and size:\n")[1].split("\n1e+12 tokens")[0]
+    frontier = capsys.readouterr().out.split("the frontier of time and size:\n")[1].split("\n1 T tokens")[0]
     assert "EUR" not in frontier
     assert all(line.endswith(" accelerators") for line in frontier.splitlines())
     days = [float(said.replace(",", "")) for said in re.findall(r"([\d.,]+) days", frontier)]

@@ -46,7 +46,7 @@ def check_prediction(data):
     assert {"compute", "bubble", "tp", "pp", "dp", "optimizer"} <= set(data["breakdown"])
     assert sum(data["breakdown"].values()) == pytest.approx(data["step_seconds"])
     assert 0 < data["percent_of_ceiling"] <= 100.0
-    assert 0 < data["mfu"] <= 100.0
+    assert data["mfu"] is None  # the peak of CPU-core is assumed
     assert [entry["rank"] for entry in data["memory"]] == list(range(4))
     assert all({"accelerator", "bytes", "limit"} <= set(entry) for entry in data["memory"])
 
@@ -56,6 +56,8 @@ def test_plan_prints_one_json_object_with_the_interfaces_keys(capsys, tmp_path):
     data = answer(capsys, "plan", LAPTOP, "--out", out)
     check_prediction(data)
     assert set(data) >= PLANNED
+    guide = (PROJECT / "docs" / "plans.md").read_text()
+    assert not [key for key in data if f"`{key}`" not in guide]  # no page said what they are
     assert data["strategy"] == "auto"
     assert data["percent_of_upper_bound"] == data["percent_of_makers_alone"]  # its name until now
     assert data["percent_of_makers_alone"] == pytest.approx(
@@ -67,6 +69,10 @@ def test_plan_prints_one_json_object_with_the_interfaces_keys(capsys, tmp_path):
     again = answer(capsys, "predict", LAPTOP, "--plan", out)
     assert again["step_seconds"] == pytest.approx(data["step_seconds"])
     assert again["percent_of_makers_alone"] is None
+    assert again["shortage"] is None
+    full = answer(capsys, "predict", LAPTOP, "--plan", out, "--set", "constraints.reserve=0.99")
+    assert not full["fits"]
+    assert "ranks are over. Most of it is " in full["shortage"]  # only that it does not fit was said
     bounded = answer(capsys, "predict", LAPTOP, "--plan", out, "--bounds")
     assert bounded["percent_of_makers_alone"] == pytest.approx(data["percent_of_makers_alone"])
     rates = [kind["tokens_per_second"] for kind in bounded["kinds_alone"]]

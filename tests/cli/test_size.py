@@ -12,7 +12,7 @@ from hethub.predictor.cost.profile import ProfileSpec, save_profile
 from hethub.predictor.cost.profiled_layer import estimated_device
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.model import ModelSpec
-from tests.support.command import one, ranks
+from tests.support.command import PROJECT, one, ranks
 from tests.support.job_files import MODEL, write_job, write_yaml
 
 CATALOGUE: dict[str, Any] = {
@@ -40,6 +40,8 @@ def test_a_deadline_is_met_by_the_cheapest(tmp_path: Path) -> None:
     assert meeting[0]["cost"] == min(option["cost"] for option in meeting)
     assert all(option["days"] <= option["days_interval"][1] <= 100 for option in meeting)
     assert answer["currency"] == "EUR"
+    guide = (PROJECT / "docs" / "capacity.md").read_text()
+    assert not [key for key in {**answer, **meeting[0]} if f"`{key}`" not in guide]  # no page said what they are
 
 
 def test_a_job_s_plan_file_is_not_left_aside_without_a_word(tmp_path: Path) -> None:
@@ -98,9 +100,11 @@ def test_the_next_node_is_ranked_by_price(tmp_path: Path) -> None:
     catalogue = write_yaml(tmp_path / "catalogue.yaml", CATALOGUE)
     have = {"name": "ours", "nodes": [{"name": "t4", "accelerator": "T4", "accelerators": 2, "gbps_per_nic": 25}]}
     owned = write_yaml(tmp_path / "ours.yaml", have)
-    ended = ask(tmp_path, "--tokens", "1e9", "--catalogue", catalogue, "--have", owned, "--add", "--json")
+    ended = ask(tmp_path, "--catalogue", catalogue, "--have", owned, "--add", "--nodes", 2, "--json")
     assert ended.exit_code == 0, ended.stderr
-    gains = [addition["gained_per_price"] for addition in json.loads(ended.stdout)["additions"]]
+    additions = json.loads(ended.stdout)["additions"]
+    assert {(each["node"], each["count"]) for each in additions} == {("big", 2), ("small", 2)}
+    gains = [addition["gained_per_price"] for addition in additions]
     assert gains == sorted(gains, reverse=True)
 
 
@@ -109,6 +113,8 @@ def test_the_next_node_is_ranked_by_price(tmp_path: Path) -> None:
     [
         (["--tokens", "-3"], "--tokens -3: give a positive number"),
         (["--tokens", "1e9", "--add"], "--have CLUSTER.yaml"),
+        ([], "how many tokens to train on is not said; give --tokens"),
+        (["--tokens", "1e9", "--nodes", "4"], "--nodes says how many nodes --add adds at once; give --add too"),
         (["--tokens", "1e9", "--add", "--have", "ours.yaml", "--out", "page.html"], "takes no --out"),  # it was ignored
         (["--tokens", "1e9", "--out", "."], ".: this is a folder, and a file is to be written"),  # said after minutes
         (["--tokens", "1e9", "--budget", "10"], "--budget needs prices, and hethub has none; give --catalogue FILE"),

@@ -280,7 +280,7 @@ def test_a_comparison_says_what_does_not_fit_and_counts_tokens_of_unlike_batches
     assert "does not fit" not in said("one.yaml")
     full = said("full.yaml")
     assert "job.reserve" in full
-    assert "the second does not fit" in full
+    assert "the second does not fit: rank 0 (" in full
     compared = answer(capsys, "diff", tmp_path / "one.yaml", tmp_path / "short.yaml")
     one, short = compared["tokens_per_second"]
     assert f"of unlike batches, {one:,.0f} and {short:,.0f} tokens/s: the second is " in said("short.yaml")
@@ -316,7 +316,9 @@ def test_a_plan_of_hap_is_predicted_drawn_and_compared_from_its_file_alone(tmp_p
     assert predicted["step_seconds"] == 0.25
     assert predicted["tokens_per_second"] == 8 * 32 / 0.25
     assert [row["limit"] for row in predicted["memory"]] == [
-        int(0.8 * CLUSTER_SPEC.places[0].accelerator.memory_bytes)
+        CLUSTER_SPEC.places[
+            0
+        ].accelerator.memory_bytes  # as of plans of layers: what the job keeps free is not taken off
     ] * 4
     assert predicted["assumed_speeds"] == ["CPU-core"]
     assert run(["predict", "hap.yaml"]) == 0

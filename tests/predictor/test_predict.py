@@ -298,6 +298,8 @@ def test_a_link_that_holds_the_step_up_is_named() -> None:
     slow = cluster(("A100-SXM4-80GB", 1, 8), ("A100-SXM4-80GB", 1, 8), gbps=0.1)
     summed = predict(uniform(LLAMA_8B, slow, **{**shape, "tp": 1, "pp": 1})).bottleneck
     assert re.search(r"The network interfaces of machine \d \('n\d'\) carry bytes for (\d+) % of it\.$", summed), summed
+    assert "exchanging gradients and weights between replicas" in summed
+    assert "offloaded" not in summed  # it was said of plans that offload nothing
 
 
 @pytest.mark.parametrize(("rate", "limits"), [(None, True), (0.1, True), (1000.0, False)])

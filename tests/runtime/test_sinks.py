@@ -14,9 +14,10 @@ import pytest
 from hethub.runtime.loop.steps import StepLoop
 from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.sinks import Sinks, StepProfiler
+from hethub.spec.accelerator import find_accelerator
 from hethub.spec.job import LogSpec
 from tests.support.command import HANG_SECONDS, check_refused, ranks
-from tests.support.job_files import plan, write_job, write_pair_job, write_yaml
+from tests.support.job_files import CLUSTER, plan, write_job, write_pair_job, write_yaml
 
 ROW = {"step": 3, "loss": 2.5, "lr": 1e-3, "grad_norm": None, "mfu": 20.0, "step_seconds": 0.5, "memory_bytes": 1000}
 
@@ -28,6 +29,9 @@ def rows(run: Path) -> list[dict[str, float]]:
 def test_a_run_logs_its_steps_profiles_some_and_outlives_sinks_that_fail(tmp_path: Path) -> None:
     log = {"every_steps": 2, "tensorboard": True, "wandb": "ours", "profile_steps": [2, 3]}
     job = write_pair_job(tmp_path, log=log, train={"steps": 5})
+    found = find_accelerator("CPU-core").replace(source="a data sheet")  # of an assumed peak there is no MFU
+    nodes = [{**CLUSTER["nodes"][i], "accelerator": found.to_dict(), "accelerators": 1} for i in range(2)]
+    write_yaml(tmp_path / "cluster.yaml", {**CLUSTER, "nodes": nodes})
     results = ranks(2, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=without_loggers)
     assert [ended.exit_code for ended in results] == [0, 0], results[0].stderr
     said, logged = results[0].stdout, (tmp_path / "run" / "log.txt").read_text()

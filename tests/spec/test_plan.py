@@ -41,9 +41,9 @@ def test_a_saved_plan_reads_as_a_person_would_write_it(tmp_path: Path) -> None:
     save_plan(PlanSpec.model_validate(plan(stages)), tmp_path / "plan.yaml")
     assert (tmp_path / "plan.yaml").read_text() == (
         "version: 1\nmodel: tiny\ncluster: test\nglobal_batch: 8\nseq_len: 16\nprecision: fp32\nstages:\n"
-        "- layers:\n  - [0, 4]\n  replicas:\n"
-        "  - ranks: [0, 1]\n    micro_batch: 2\n    samples: 6\n    in_flight: 1\n    tensor_shares: [3.0, 1.0]\n"
-        "  - ranks: [2]\n    micro_batch: 1\n    samples: 2\n"
+        "- layers: [[0, 4]]\n  replicas:\n"
+        "  - {ranks: [0, 1], micro_batch: 2, samples: 6, in_flight: 1, tensor_shares: [3.0, 1.0]}\n"
+        "  - {ranks: [2], micro_batch: 1, samples: 2}\n"
         "  zero: 1\n  state_shares: {2: 0.25}\n  recompute: full\n"
     )
 

@@ -48,7 +48,7 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
     devices = _listed((entry.accelerator, entry.bytes - int(entry.limit * (1 - reserve))) for entry in closest.memory)
     overfull = overfull_hosts(problem.cluster, closest.memory)
     hosts = _listed((f"x node '{node.name}'", held - node.host_memory_bytes) for node, held in overfull)
-    exceeded = [f"the memory (of which {reserve:.0%} stay free) of {devices}"] if devices else []
+    exceeded = [f"the memory (of which {100 * reserve:g} % stay free) of {devices}"] if devices else []
     if hosts:
         assumed = any(node.host_memory_gb is None for node, _ in overfull)
         exceeded += [

@@ -91,31 +91,31 @@ class _Node(NamedTuple):
 
 
 def check_memory(layout: Layout, reserve: float = 0.06) -> None:
-    """Raises BadInput naming the rank that needs the most over its accelerator's memory, and what fills it, or the node
-    whose host memory cannot take what its ranks offload."""
-    used = rank_memory(layout)
-    _check_hosts(layout, used)
-    over = [entry for entry in used if not entry.fits(reserve)]
-    if not over:
-        return
-    worst = max(over, key=lambda entry: entry.bytes / entry.limit)
-    largest = max(worst.parts, key=lambda part: worst.parts[part])
-    raise BadInput(
-        f"rank {worst.rank} ({worst.accelerator}) would need {worst.bytes / 2**30:.2f} GiB of its {worst.limit / 2**30:.2f} GiB, of which "
-        f"{reserve:.0%} stay free; {len(over)} of {len(layout.assignments)} ranks are over. Most of it is {largest} "
-        f"({worst.parts[largest] / 2**30:.2f} GiB): {_remedies(layout, worst.rank, largest)}."
-    )
+    """Raises BadInput where the plan does not fit, with what is short."""
+    if (short := shortage(layout, rank_memory(layout), reserve)) is not None:
+        raise BadInput(short)
 
 
-def _check_hosts(layout: Layout, used: Sequence[RankMemory]) -> None:
-    """Raises BadInput where the ranks of a machine hold more in host memory than it has."""
+def shortage(layout: Layout, used: Sequence[RankMemory], reserve: float) -> str | None:
+    """The node whose host memory cannot take what its ranks hold there, or the rank that needs the most over its
+    accelerator's memory, with what fills it and what to do; None where the plan fits."""
     for node, held in overfull_hosts(layout.cluster, used):
         has = "has" if node.host_memory_gb is not None else "is assumed to have, as its accelerators do,"
-        raise BadInput(
+        return (
             f"node '{node.name}': its ranks would hold {held / 2**30:.2f} GiB in host memory (what is offloaded, and the copy "
             f"that a checkpoint is written from), of which it {has} {node.host_memory_bytes / 2**30:g} GiB; offload less on its "
             "stages, or give host_memory_gb as it is."
         )
+    over = [entry for entry in used if not entry.fits(reserve)]
+    if not over:
+        return None
+    worst = max(over, key=lambda entry: entry.bytes / entry.limit)
+    largest = max(worst.parts, key=lambda part: worst.parts[part])
+    return (
+        f"rank {worst.rank} ({worst.accelerator}) would need {worst.bytes / 2**30:.2f} GiB of its {worst.limit / 2**30:.2f} GiB, of which "
+        f"{100 * reserve:g} % stay free; {len(over)} of {len(layout.assignments)} ranks are over. Most of it is {largest} "
+        f"({worst.parts[largest] / 2**30:.2f} GiB): {_remedies(layout, worst.rank, largest)}."
+    )
 
 
 def overfull_hosts(cluster: ClusterSpec, used: Sequence[RankMemory]) -> list[tuple[NodeSpec, int]]:

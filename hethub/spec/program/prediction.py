@@ -16,13 +16,13 @@ def prediction_of(plan: ProgramPlanSpec, made_for: ProgramFor) -> dict[str, Any]
     program, step = plan.program, plan.program.predicted_seconds
     computing = sum(operator.seconds for operator in program.operators)
     communicating = max(0.0, step - computing - program.optimizer_seconds)  # what is not hidden behind computing
-    limits = memory_limits(made_for.cluster, made_for.reserve)
+    usable, limits = memory_limits(made_for.cluster, made_for.reserve), memory_limits(made_for.cluster)
     names = [place.accelerator.name for place in made_for.cluster.places]
     rows = zip(names, program.memory_bytes, limits, strict=True)
     tokens = plan.global_batch * plan.seq_len / step if made_for.items == "tokens" else None
     return {
         "strategy": "hap",
-        "fits": all(used <= limit for used, limit in zip(program.memory_bytes, limits, strict=True)),
+        "fits": all(used <= limit for used, limit in zip(program.memory_bytes, usable, strict=True)),
         "step_seconds": step,
         "step_seconds_interval": None,
         "tokens_per_second": tokens,

@@ -232,13 +232,17 @@ def test_spearman() -> None:
     assert spearman([(1, 3), (2, 2), (3, 1)]) == pytest.approx(-1)
 
 
-def test_a_tables_figures_stand_beside_what_is_asked(tmp_path: Path) -> None:
+def test_a_tables_figures_stand_beside_what_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = validate(table(tmp_path, {"peak_memory_gib": 1.0}, {"tp": 3}))
     goals = {goal["what"]: goal for goal in result["goals"]}
     covered = goals["rows covered"]
     assert (covered["value"], covered["bound"], covered["met"]) == (50.0, [95], False)
     assert goals["peak memory"]["value"] == result["memory"]["mape"]
     assert goals["layer times, forward + backward"]["basis"].startswith("the last fit, rows it had")
+    print_validation(result)
+    told = capsys.readouterr().out
+    assert "rows covered" in told
+    assert "layer times" not in told  # ten figures of the last fit stood below every table, under the same heading
 
 
 def test_rows_that_ran_and_would_be_refused_are_counted(tmp_path: Path) -> None:

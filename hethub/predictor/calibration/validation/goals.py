@@ -6,6 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 OF_FAMILY = "family out: "  # how the figures of single families begin
 
+THIS_TABLE = "this table"
+
 
 class Goal(NamedTuple):
     """One figure beside what is asked of it; `basis` says on what rows it was taken."""
@@ -84,24 +86,24 @@ def family_out(figures: Mapping[str, float]) -> FamilyOut | None:
 
 def table_goals(result: Mapping[str, Any], mixed: bool) -> list[Goal]:
     """What the packaged constants reach on the table at hand, whether the fit saw its rows or not."""
-    goals = [Goal("rows covered", result["covered_percent"], "at least", (95,), "%", "this table")]
+    goals = [Goal("rows covered", result["covered_percent"], "at least", (95,), "%", THIS_TABLE)]
     if (memory := result["memory"]["mape"]) is not None:
-        goals.append(Goal("peak memory", memory, "at most", (10,), "%", "this table"))
+        goals.append(Goal("peak memory", memory, "at most", (10,), "%", THIS_TABLE))
         below = result["memory"]["below_percent"]
-        goals.append(Goal("peak memory, rows more than 5 % above it", below, "at most", (5,), "%", "this table"))
+        goals.append(Goal("peak memory, rows more than 5 % above it", below, "at most", (5,), "%", THIS_TABLE))
     if (refused := result["memory"]["refused_percent"]) is not None:
-        goals.append(Goal("rows that ran, refused as too large", refused, "at most", (1,), "%", "this table"))
+        goals.append(Goal("rows that ran, refused as too large", refused, "at most", (1,), "%", THIS_TABLE))
     if mixed:
         goals += [
-            Goal(f"mean error, {name}", group["mape"], "at most", (15,), "%", "this table")
+            Goal(f"mean error, {name}", group["mape"], "at most", (15,), "%", THIS_TABLE)
             for name, group in result["by"].items()
         ]
     elif sweeps := result["sweeps"]:
         correlations = [sweep["spearman"] for sweep in sweeps]
         goals += [
-            Goal("sweeps: rank correlation, mean", fmean(correlations), "at least", (0.95,), "", "this table"),
-            Goal("sweeps: rank correlation, worst", min(correlations), "at least", (0.90,), "", "this table"),
+            Goal("sweeps: rank correlation, mean", fmean(correlations), "at least", (0.95,), "", THIS_TABLE),
+            Goal("sweeps: rank correlation, worst", min(correlations), "at least", (0.90,), "", THIS_TABLE),
             Goal("sweeps: regret of the predicted best, worst", max(sweep["regret_percent"] for sweep in sweeps),
-                 "at most", (3,), "%", "this table"),
+                 "at most", (3,), "%", THIS_TABLE),
         ]  # fmt: skip
     return goals
