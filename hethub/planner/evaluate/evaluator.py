@@ -14,6 +14,7 @@ from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec
+from hethub.spec.schedule.in_flight import is_even
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,18 +107,12 @@ class Evaluator:
         """Whether the microbatches of a plan that must be replayed are still within what this search may spend. Of equal
         replicas one is replayed."""
         microbatches = sum(-(-r.samples // r.micro_batch) for stage in plan.stages for r in stage.replicas)
-        if _is_equal(plan):
+        if is_even(plan):
             microbatches //= len(plan.stages[0].replicas)
         if self._knows_a_fitting and microbatches > max(self.microbatches_left, SMALL_REPLAY):
             return False
         self.microbatches_left -= microbatches
         return True
-
-
-def _is_equal(plan: PlanSpec) -> bool:
-    """Whether all replicas of all equally wide stages have the same samples in the same microbatches."""
-    microbatches = {(len(stage.replicas), r.micro_batch, r.samples) for stage in plan.stages for r in stage.replicas}
-    return len(microbatches) == 1
 
 
 def keeps(plan: PlanSpec, given: ConstraintsSpec) -> bool:

@@ -151,8 +151,7 @@ def leading(incumbent: Incumbent, candidates: Sequence[Candidate]) -> list[Candi
 
 def _whole(incumbent: Incumbent, family: Family) -> list[Candidate]:
     """The first of a family's plans with its own schedule, rounds or offloading."""
-    made = family.propose_whole(incumbent.problem, incumbent.costs)
-    return list(islice(dict.fromkeys(made), WHOLE_FINALISTS))
+    return list(islice(family.propose_whole(incumbent.problem, incumbent.costs), WHOLE_FINALISTS))
 
 
 def search_family(incumbent: Incumbent, family: Family) -> Evaluation | None:
