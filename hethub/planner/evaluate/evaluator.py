@@ -59,10 +59,10 @@ SMALL_REPLAY = 1_000  # microbatches: always replayed
 
 
 class Evaluator:
-    """Binds and predicts candidates, each plan once. With `ignore_memory` what does not fit counts as if it did."""
+    """Binds and predicts candidates, each plan once."""
 
-    def __init__(self, problem: Problem, costs: Estimator, *, ignore_memory: bool = False) -> None:
-        self.problem, self.costs, self.ignore_memory = problem, costs, ignore_memory
+    def __init__(self, problem: Problem, costs: Estimator) -> None:
+        self.problem, self.costs = problem, costs
         self.microbatches_left = 0  # to be replayed one by one, as soon as some plan fits
         self._knows_a_fitting = False
         self._known: dict[str, Evaluation | None] = {}  # by plan
@@ -81,7 +81,7 @@ class Evaluator:
         if not self._may_replay(plan):
             return None
         found = self._known[key] = self._evaluate(candidate, plan)
-        self._knows_a_fitting |= found is not None and (found.fits or self.ignore_memory)
+        self._knows_a_fitting |= found is not None and found.fits
         return found
 
     def is_allowed(self, candidate: Candidate, plan: PlanSpec) -> bool:
@@ -100,7 +100,7 @@ class Evaluator:
             predict, layout, reserve=reserve, used=used, profile=problem.profile, software=problem.software
         )
         found = Evaluation(candidate, plan, used, all_fit(layout, used, reserve), predicted)
-        wanted = found.fits or self.ignore_memory or candidate.plan is not None
+        wanted = found.fits or candidate.plan is not None
         return None if wanted and not found.is_predictable else found
 
     def _may_replay(self, plan: PlanSpec) -> bool:
