@@ -62,31 +62,22 @@ class UnitCosts:
     @memoized
     def rate(self, device_type: int, tp: int, samples: int, recompute: Recompute) -> Rate:
         """Seconds per micro-batch of `samples` on a unit of `tp` ranks of the device type."""
-        cost = self.layer_costs[device_type]
-        tokens = samples * self.problem.batch.seq_len
+        problem, cost = self.problem, self.layer_costs[device_type]
+        tokens = samples * problem.batch.seq_len
         all_reduce = partial(self.all_reduce, device_type, tp)
-        once = all_reduce(tokens * self.problem.model.hidden * self.width)
-        loss = self.problem.software.loss_seconds(tokens, all_reduce)
+        once = all_reduce(tokens * problem.model.hidden * self.width)
+        loss = problem.software.loss_seconds(tokens, all_reduce)
         layer, embedding, head = cost.layer(samples, tp, recompute), cost.embedding(samples), cost.head(samples, 1 / tp)
         again = 2 * once if recompute == "full" else 0.0
+        # Where zero_bubble is searched beside 1F1B, as 1F1B has it.
+        apart = SCHEDULES[problem.schedule].defers_wgrad or problem.cluster.emulated or self._on_cpu[device_type]
+        beside = (samples, tp, 1 / tp, once, self.network.fit["overlap_cost"])
+        sums = 2 * once if tp == 1 or apart else cost.sums_beside_weights(*beside)
         return Rate(
-            PassSeconds(
-                layer.forward + 2 * once,
-                layer.backward + self._sums_of_backward(device_type, tp, samples, once) + again,
-            ),
+            PassSeconds(layer.forward + 2 * once, layer.backward + sums + again),
             PassSeconds(embedding.forward + once, embedding.backward),
             PassSeconds(head.forward + once + loss, head.backward),
         )
-
-    def _sums_of_backward(self, device_type: int, tp: int, samples: int, once: float) -> float:
-        """What a layer's two sums add to its backward, as the predictor has it; where zero_bubble is searched beside
-        1F1B, as 1F1B has it."""
-        problem = self.problem
-        apart = SCHEDULES[problem.schedule].defers_wgrad or problem.cluster.emulated or self._on_cpu[device_type]
-        if not once or apart or not problem.software.sums_beside_weights:
-            return 2 * once
-        cost = self.network.fit["overlap_cost"]
-        return self.layer_costs[device_type].sums_beside_weights(samples, tp, 1 / tp, once, cost)
 
     def worker(self, stage: CandidateStage, group: ReplicaGroup, first: bool, last: bool) -> Worker:
         """One of the group's replicas with the seconds of its microbatches of every size."""

@@ -6,7 +6,7 @@ without a plan, and stay true when the predictor's memory changes. The predictor
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -27,9 +27,10 @@ ENDS = ((True, False), (False, False), (False, True), (True, True))  # whether e
 PROBED_MICRO_BATCHES = (1, 4, 64)
 
 
-def position(first: bool, last: bool) -> int:
-    """Where a stage is, as an index of a coefficient's last axis."""
-    return ENDS.index((first, last))
+@cache
+def places(count: int) -> tuple[int, ...]:
+    """Where each of so many stages is, as an index of a coefficient's last axis."""
+    return tuple(ENDS.index((stage == 0, stage == count - 1)) for stage in range(count))
 
 
 class Coefficients(NamedTuple):

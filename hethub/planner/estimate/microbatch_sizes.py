@@ -2,7 +2,7 @@
 
 from hethub.planner.candidate.candidate import Candidate, ReplicaGroup, Where
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.estimate.memory_model import position
+from hethub.planner.estimate.memory_model import places
 
 
 def resized(candidate: Candidate, where: Where, estimator: Estimator, step: int) -> Candidate:
@@ -37,10 +37,10 @@ def fitted(candidate: Candidate, estimator: Estimator) -> Candidate | None:
     evened; None where one sample is too much."""
     if estimator.problem.constraints.micro_batch:
         return None
-    last, changed = len(candidate.stages) - 1, {}
-    each = zip(candidate.stages, estimator.of(candidate).holds, estimator.samples(candidate), strict=True)
-    for index, (stage, held, taken) in enumerate(each):
-        place, sizes = position(index == 0, index == last), []
+    changed, held_by, taken_by = {}, estimator.of(candidate).holds, estimator.samples(candidate)
+    each = zip(candidate.stages, places(len(candidate.stages)), held_by, taken_by, strict=True)
+    for index, (stage, place, held, taken) in enumerate(each):
+        sizes = []
         for own, samples in zip(stage.groups, taken, strict=True):
             most = estimator.times.largest(stage, own, place, candidate.pattern, held)
             if not most:

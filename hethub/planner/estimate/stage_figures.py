@@ -13,7 +13,7 @@ from hethub.planner.estimate.memory_model import ENDS
 
 
 class Placed(NamedTuple):
-    """A stage where it stands: what of the model's ends it holds (`memory_model.position`), whether its samples come in
+    """A stage where it stands: what of the model's ends it holds (`memory_model.places`), whether its samples come in
     equal parts, whatever the speeds, and under which schedule."""
 
     stage: CandidateStage

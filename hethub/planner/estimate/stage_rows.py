@@ -1,13 +1,12 @@
 """The stages of all candidates seen so far, each estimated once: rows of figures, in which candidates are looked up."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from hethub.planner.candidate.candidate import PLAIN, Candidate, CandidateStage, Pattern
-from hethub.planner.estimate.memory_model import position
+from hethub.planner.estimate.memory_model import places
 from hethub.planner.estimate.stage_figures import Division, Placed, Room, StageEstimate
 from hethub.planner.estimate.stage_times import ANY_ROOM, StageTimes
 
@@ -88,12 +87,7 @@ class StageRows:
 
 def _placed(candidate: Candidate) -> Iterator[tuple[CandidateStage, int]]:
     """The stages with their places."""
-    return zip(candidate.stages, _places(len(candidate.stages)), strict=True)
-
-
-@cache
-def _places(count: int) -> tuple[int, ...]:
-    return tuple(position(s == 0, s == count - 1) for s in range(count))
+    return zip(candidate.stages, places(len(candidate.stages)), strict=True)
 
 
 def _with_rows(table: np.ndarray, start: int, rows: np.ndarray) -> np.ndarray:

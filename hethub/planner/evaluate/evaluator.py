@@ -12,9 +12,9 @@ from hethub.predictor import Prediction, RankMemory, predict, rank_memory
 from hethub.predictor.memory.ranks import all_fit
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
-from hethub.spec.layout.bind import Layout, bind
+from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec
-from hethub.spec.schedule.in_flight import raised_limits
+from hethub.spec.schedule.in_flight import is_even
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +59,10 @@ SMALL_REPLAY = 1_000  # microbatches: always replayed
 
 
 class Evaluator:
-    """Binds and predicts candidates, each plan once. With `ignore_memory` what does not fit counts as if it did."""
+    """Binds and predicts candidates, each plan once."""
 
-    def __init__(self, problem: Problem, costs: Estimator, *, ignore_memory: bool = False) -> None:
-        self.problem, self.costs, self.ignore_memory = problem, costs, ignore_memory
+    def __init__(self, problem: Problem, costs: Estimator) -> None:
+        self.problem, self.costs = problem, costs
         self.microbatches_left = 0  # to be replayed one by one, as soon as some plan fits
         self._knows_a_fitting = False
         self._known: dict[str, Evaluation | None] = {}  # by plan
@@ -74,14 +74,14 @@ class Evaluator:
         plan = candidate.plan or materialize(candidate, problem, self.costs.unit_costs.worker, holds)
         if plan is None or not self.is_allowed(candidate, plan):
             return None
-        key = plan.model_dump_json()  # only of what has extra in flight it says how many, and that may be given more
+        key = plan.model_dump_json()
         if key in self._known:  # of another candidate
             known = self._known[key]
             return known and known.of(candidate)
         if not self._may_replay(plan):
             return None
         found = self._known[key] = self._evaluate(candidate, plan)
-        self._knows_a_fitting |= found is not None and (found.fits or self.ignore_memory)
+        self._knows_a_fitting |= found is not None and found.fits
         return found
 
     def is_allowed(self, candidate: Candidate, plan: PlanSpec) -> bool:
@@ -92,56 +92,27 @@ class Evaluator:
         """The evaluation of a candidate's plan, or None where it does not bind."""
         problem, reserve = self.problem, self.problem.constraints.reserve
         try:
-            layout = self._layout(candidate, plan)
+            layout = bind(plan, problem.model, problem.cluster)
             used = tuple(rank_memory(layout))
         except BadInput:  # too few microbatches in flight, or heads that do not divide: no plan
             return None
         predicted = partial(
             predict, layout, reserve=reserve, used=used, profile=problem.profile, software=problem.software
         )
-        found = Evaluation(candidate, layout.plan, used, all_fit(layout, used, reserve), predicted)
-        wanted = found.fits or self.ignore_memory or candidate.plan is not None
+        found = Evaluation(candidate, plan, used, all_fit(layout, used, reserve), predicted)
+        wanted = found.fits or candidate.plan is not None
         return None if wanted and not found.is_predictable else found
-
-    def _layout(self, candidate: Candidate, plan: PlanSpec) -> Layout:
-        """The layout of a candidate's plan; of one with extra in flight with more microbatches where those estimated
-        cannot be. Raises BadInput where it does not bind."""
-        model, cluster = self.problem.model, self.problem.cluster
-        try:
-            return bind(plan, model, cluster)
-        except BadInput:
-            if not candidate.extra_in_flight:
-                raise
-            return bind(raised(plan), model, cluster)
 
     def _may_replay(self, plan: PlanSpec) -> bool:
         """Whether the microbatches of a plan that must be replayed are still within what this search may spend. Of equal
         replicas one is replayed."""
         microbatches = sum(-(-r.samples // r.micro_batch) for stage in plan.stages for r in stage.replicas)
-        if _is_equal(plan):
+        if is_even(plan):
             microbatches //= len(plan.stages[0].replicas)
         if self._knows_a_fitting and microbatches > max(self.microbatches_left, SMALL_REPLAY):
             return False
         self.microbatches_left -= microbatches
         return True
-
-
-def _is_equal(plan: PlanSpec) -> bool:
-    """Whether all replicas of all equally wide stages have the same samples in the same microbatches."""
-    microbatches = {(len(stage.replicas), r.micro_batch, r.samples) for stage in plan.stages for r in stage.replicas}
-    return len(microbatches) == 1
-
-
-def raised(plan: PlanSpec) -> PlanSpec:
-    """The plan with the default of microbatches in flight wherever it gives too few."""
-    stages = []
-    for index, (stage, limits) in enumerate(zip(plan.stages, raised_limits(plan), strict=True)):
-        held = limits * len(stage.replicas) if plan.runs_in_rounds(index) else limits
-        own = zip(stage.replicas, held, strict=True)
-        stages.append(
-            stage.replace(replicas=tuple([replica.replace(in_flight=microbatches) for replica, microbatches in own]))
-        )
-    return plan.replace(stages=tuple(stages))
 
 
 def keeps(plan: PlanSpec, given: ConstraintsSpec) -> bool:

@@ -13,9 +13,9 @@ STEADY = 1.05  # times the best step: up to there a plan may still have the smal
 class Incumbent:
     """The best of the candidates that were tried, each evaluated once, and the runners-up."""
 
-    def __init__(self, problem: Problem, costs: Estimator | None = None, *, ignore_memory: bool = False) -> None:
+    def __init__(self, problem: Problem, costs: Estimator | None = None) -> None:
         self.problem, self.costs = problem, costs or Estimator(problem)
-        self.evaluator = Evaluator(problem, self.costs, ignore_memory=ignore_memory)
+        self.evaluator = Evaluator(problem, self.costs)
         self.tried: dict[Candidate, Evaluation | None] = {}
         self.fitting: dict[Candidate, Evaluation] = {}
         self.start: Evaluation | None = None  # the best before the search
@@ -27,7 +27,7 @@ class Incumbent:
     def beside(self, problem: Problem, below_seconds: float) -> "Incumbent":
         """For a search of some of the problem's machines, the first of each device type, which ends when this one's time is
         over: for plans below so many seconds, whatever is known here. Its candidates mean the same plans for both."""
-        other = Incumbent(problem, self.costs, ignore_memory=self.evaluator.ignore_memory)
+        other = Incumbent(problem, self.costs)
         other._started, other._below = self._started, below_seconds
         return other
 
@@ -48,7 +48,7 @@ class Incumbent:
     def _noted(self, found: Evaluation | None) -> Evaluation | None:
         if found is None:
             return None
-        if found.fits or self.evaluator.ignore_memory:
+        if found.fits:
             self.fitting[found.candidate] = found
         elif self.closest is None or found.fullness < self.closest.fullness:
             if not found.is_predictable:
@@ -77,8 +77,7 @@ class Incumbent:
 
     def rank(self, evaluation: Evaluation) -> tuple[bool, float]:
         """What evaluations are compared by: those that fit first, by their step, then by how far they are over memory."""
-        fits = evaluation.fits or self.evaluator.ignore_memory
-        return (not fits, evaluation.seconds if fits else evaluation.fullness)
+        return (not evaluation.fits, evaluation.seconds if evaluation.fits else evaluation.fullness)
 
     def admit(self, other: "Incumbent") -> None:
         """Takes over what another search of the same problem tried, of one under other constraints what keeps to these."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from hethub.planner.candidate.candidate import CandidateStage, Pattern, ReplicaGroup, merged
 from hethub.planner.candidate.materialize import Replica, StageChoice, plan_of
-from hethub.planner.estimate.memory_model import position
+from hethub.planner.estimate.memory_model import ENDS
 from hethub.planner.estimate.stage_times import NEARLY, StageTimes
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor.cost.cache import memoized
@@ -215,7 +215,7 @@ class StageCosts:
                 for recompute in self.recomputes
             ]
             for mode in modes:  # beyond memory microbatches never end
-                fits = self._fits(shape[stage], layers[stage], mode, position(*ends))
+                fits = self._fits(shape[stage], layers[stage], mode, ENDS.index(ends))
                 mode.seconds[:2, :, 1:][:, ~fits[:, 1:]] = np.inf
             ways = microbatchings(self.problem.batch.global_batch, len(shape[stage]), self.cuts)
             found = self._options[key] = options_of(modes, ways)

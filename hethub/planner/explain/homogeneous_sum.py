@@ -14,6 +14,7 @@ from hethub.planner.search.auto import search
 from hethub.planner.search.effort import effort_for
 
 SIGNIFICANT_BITS = 6  # of a device type's part of the batch
+ANY_MEMORY_GB = 1e6  # of an accelerator, and of a host
 
 Alone = tuple[HomogeneousPart, ...] | None  # every device type's part; None where the bound is undefined
 
@@ -65,13 +66,21 @@ def divisible(samples: float) -> int:
     return step * round(samples / step)
 
 
+def _with_any_memory(problem: Problem) -> Problem:
+    """The question where accelerators and hosts have room for whatever a plan needs."""
+    nodes = [
+        node.unchecked(accelerator=node.device.unchecked(memory_gb=ANY_MEMORY_GB), host_memory_gb=ANY_MEMORY_GB)
+        for node in problem.cluster.nodes
+    ]
+    return problem.on(problem.cluster.unchecked(nodes=tuple(nodes)))
+
+
 def _alone(problem: Problem) -> HomogeneousPart | None:
     """The best plan of one device type, as `auto` finds it; where nothing fits, its best plan without a memory limit, marked
     so."""
     device_type = problem.device_types[0]
     for lifted in (False, True):
-        incumbent = Incumbent(problem, ignore_memory=lifted)
-        best = search(incumbent, effort_for(problem))
+        best = search(Incumbent(_with_any_memory(problem) if lifted else problem), effort_for(problem))
         if best is not None:
             return HomogeneousPart(
                 accelerator=device_type.accelerator.name,

@@ -1,7 +1,7 @@
 """`auto`: all settings cut exactly and estimated, the best evaluated by the predictor, then improved step by step."""
 
 import heapq
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice, takewhile
@@ -34,7 +34,7 @@ MOST_STARTED = 8  # of these evaluated, until one fits
 def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
     """The best plan found, or None where none fits. Every family's leaders are evaluated, but for those that are proved
     or by far estimated to be slower, so the answer is not worse than a family's."""
-    problem, table = incumbent.problem, _table(incumbent)
+    problem, table = incumbent.problem, tabulate(incumbent.problem, incumbent.costs.unit_costs)
     best = best_cuts(problem, table, effort.cuts)
     families = {name: list(family.propose(problem, incumbent.costs)) for name, family in FAMILIES.items()}
     incumbent.evaluator.microbatches_left = effort.microbatches
@@ -47,7 +47,7 @@ def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
         if incumbent.out_of_time:
             break
         own = incumbent.beside(part.problem, part.below_seconds)
-        fewer = _table(own, part.device_types)
+        fewer = tabulate(part.problem, incumbent.costs.unit_costs, part.device_types)
         if fewer.bound[0] < part.below_seconds:
             own.evaluator.microbatches_left = effort.microbatches
             look(own, effort, fewer, best_cuts(part.problem, fewer, effort.cuts))
@@ -89,12 +89,6 @@ def look(incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence[Cand
     # Apart, since estimates of other modes are off by something else: the leaders of one must not crowd out the others'.
     ends = descended(incumbent, moded, (effort.descents + 1) // 2)
     _evaluate_leaders(incumbent, [*ends, *moded], effort)
-
-
-def _table(incumbent: Incumbent, used: Collection[int] | None = None) -> Table:
-    """The combinations of the device types used."""
-    table = tabulate(incumbent.problem, incumbent.costs.unit_costs, used)
-    return replace(table, memory_counts=not incumbent.evaluator.ignore_memory)
 
 
 def add_whole_plans(incumbent: Incumbent) -> Evaluation | None:
@@ -151,8 +145,7 @@ def leading(incumbent: Incumbent, candidates: Sequence[Candidate]) -> list[Candi
 
 def _whole(incumbent: Incumbent, family: Family) -> list[Candidate]:
     """The first of a family's plans with its own schedule, rounds or offloading."""
-    made = family.propose_whole(incumbent.problem, incumbent.costs)
-    return list(islice(dict.fromkeys(made), WHOLE_FINALISTS))
+    return list(islice(family.propose_whole(incumbent.problem, incumbent.costs), WHOLE_FINALISTS))
 
 
 def search_family(incumbent: Incumbent, family: Family) -> Evaluation | None:

@@ -221,7 +221,10 @@ class LayerCost:
 
     def sums_beside_weights(self, samples: float, tp: int, share: float, once: float, cost: float) -> float:
         """Seconds that a layer's two sums over ranks, `once` each, add to its backward: what the gradients of the weights
-        beside each do not hide, and `cost` for every second that they do, by which it slows them."""
+        beside each do not hide, and `cost` for every second that they do, by which it slows them; where software does not
+        put them beside these, all of both."""
+        if not self.software.sums_beside_weights:
+            return 2 * once
         asked = (self.model, Shape(samples, self.seq_len, share), self.precision, self.software)
         whole = self.device.seconds(layer_work(*asked)[1], backward=True)
         measured = self.layer(samples, tp, share=share).backward / whole  # 1 without a profile

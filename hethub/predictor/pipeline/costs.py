@@ -232,7 +232,7 @@ class PlanCosts:
         """What a layer's two sums add to its backward on a rank. They run beside the gradients of the weights before
         them, unless these are put off, the cores that compute sum, or a rehearsal paces one after the other."""
         apart = self.plan.defers_wgrad or self.layout.cluster.emulated or self.state.by_turns[stage]
-        if apart or not self.software.sums_beside_weights:
+        if apart:
             return 2 * once
         cost = self.network.fit["overlap_cost"]
         return self.layer_cost(rank).sums_beside_weights(samples, tp, share, once, cost)

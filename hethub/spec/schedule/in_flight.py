@@ -55,42 +55,23 @@ def in_flight_limits(plan: PlanSpec) -> list[list[int]]:
     does). The default lets the replica below find one more microbatch ready. Raises BadInput where the plan gives less
     than that distance.
     """
-    stages = _stacked(plan)
-    for stage in reversed(stages):
-        stage.check()
-    return [list(stage.limits) for stage in stages]
-
-
-def raised_limits(plan: PlanSpec) -> list[list[int]]:
-    """As `in_flight_limits`, with the default wherever the plan gives too few."""
-    return [list(stage.limits) for stage in _stacked(plan)]
-
-
-def _stacked(plan: PlanSpec) -> list["_Stage"]:
-    """The plan's stages, each over those below it."""
     found: list[_Stage] = []
     for index in range(len(plan.stages) - 1, -1, -1):
         sizes, asked = sizes_of(plan.stages[index].replicas), tuple(asked_in_flight(plan, index))
         found.insert(0, _over(found[0] if found else None, sizes, plan.runs_in_rounds(index), asked))
-    return found
+    return [list(stage.limits) for stage in found]
 
 
 def _granted(asked: tuple[int | None, str], least: int, default: int, num_microbatches: int) -> int:
     """Microbatches that an actor may hold: those asked for, with the place that asks; else the default. Raises
-    BadInput."""
-    _check_asked(asked, least, default)
-    given, _ = asked
-    return min(default if given is None else given, num_microbatches)
-
-
-def _check_asked(asked: tuple[int | None, str], least: int, default: int) -> None:
-    """Raises BadInput where an actor is asked to hold fewer microbatches than it must."""
+    BadInput where fewer are asked for than there must be."""
     given, place = asked
     if given is not None and given < least:
         raise BadInput(
             f"{place}.in_flight is {given}, but a microbatch's backward waits for {least} of this replica's forwards; give at least "
             f"{least}, or remove it for the default of {default}."
         )
+    return min(default if given is None else given, num_microbatches)
 
 
 def asked_in_flight(plan: PlanSpec, stage: int) -> list[tuple[int | None, str]]:
@@ -118,23 +99,15 @@ class _Stage:
     def __init__(
         self, below: "_Stage | None", microbatching: Microbatching, asked: tuple[tuple[int | None, str], ...]
     ) -> None:
-        self.microbatching, self.asked, self._owned = microbatching, asked, places(microbatching, len(asked))
+        self.microbatching, self._owned = microbatching, places(microbatching, len(asked))
         if below is None:
             self._needed = [0] * len(microbatching.stops)
-            self._least = self._default = [1] * len(asked)
+            least = default = [1] * len(asked)
         else:
             self._needed = below.needed(microbatching, below.frontier)
-            self._least = _distances(self._owned, self._needed)
-            self._default = _distances(self._owned, below.needed(microbatching, below.frontier_with_extra))
-        usual = zip(asked, self._least, self._default, map(len, self._owned), strict=True)
-        self.limits = [
-            min(given if given and given >= least else default, most) for (given, _), least, default, most in usual
-        ]
-
-    def check(self) -> None:
-        """Raises BadInput where fewer microbatches are asked for than there must be."""
-        for one in zip(self.asked, self._least, self._default, strict=True):
-            _check_asked(*one)
+            least = _distances(self._owned, self._needed)
+            default = _distances(self._owned, below.needed(microbatching, below.frontier_with_extra))
+        self.limits = list(map(_granted, asked, least, default, map(len, self._owned)))
 
     @cached_property
     def frontier(self) -> list[int]:

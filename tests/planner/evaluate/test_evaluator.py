@@ -5,38 +5,13 @@ from dataclasses import replace
 import pytest
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
-from hethub.planner.evaluate.evaluator import keeps, raised
+from hethub.planner.evaluate.evaluator import keeps
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from hethub.predictor import predict
-from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from tests.planner.problems import TINY, cluster, every_plan, incumbent_of, mixed
-
-
-@pytest.mark.parametrize("zero", [1, 3])  # replicas for themselves, and in rounds
-@pytest.mark.parametrize("sizes", [(1, 4), (2, 5)])
-def test_plans_with_too_few_microbatches_in_flight_are_raised_to_the_default(sizes, zero):
-    problem = pose(TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(24, 64, "fp32"))
-    candidate = Candidate(
-        tuple(
-            CandidateStage(3, (ReplicaGroup(device_type, 1, size, 2),), zero=zero)
-            for device_type, size in enumerate(sizes)
-        )
-    )
-    plan = incumbent_of(problem).consider(candidate).plan
-    low = plan.replace(
-        stages=tuple(
-            stage.replace(replicas=tuple(replica.replace(in_flight=1) for replica in stage.replicas))
-            for stage in plan.stages
-        )
-    )
-    with pytest.raises(BadInput, match="in_flight is 1"):
-        bind(low, problem.model, problem.cluster)
-    held = bind(raised(low), problem.model, problem.cluster).in_flight
-    assert held[1] == [1, 1]  # enough where nothing waits
-    assert min(held[0]) > 1
 
 
 def test_a_plan_is_evaluated_once_for_all_candidates_that_mean_it():
