@@ -315,11 +315,8 @@ def test_a_plan_of_hap_is_predicted_drawn_and_compared_from_its_file_alone(tmp_p
     predicted = answer(capsys, "predict", "hap.yaml")
     assert predicted["step_seconds"] == 0.25
     assert predicted["tokens_per_second"] == 8 * 32 / 0.25
-    assert [row["limit"] for row in predicted["memory"]] == [
-        CLUSTER_SPEC.places[
-            0
-        ].accelerator.memory_bytes  # as of plans of layers: what the job keeps free is not taken off
-    ] * 4
+    whole = CLUSTER_SPEC.places[0].accelerator.memory_bytes  # what the job keeps free is not taken off
+    assert [row["limit"] for row in predicted["memory"]] == [whole] * 4
     assert predicted["assumed_speeds"] == ["CPU-core"]
     assert run(["predict", "hap.yaml"]) == 0
     assert "the speed of CPU-core is assumed, not measured" in capsys.readouterr().out
