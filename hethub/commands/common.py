@@ -212,12 +212,6 @@ def refuse_overwriting(file: Path | None, *reads: Path | None) -> None:
             raise BadInput(f"{file}: this is the file to read, and would be overwritten; name another file.")
 
 
-def files_of(job: "Job") -> list[Path]:
-    """What a job is read from: its file, and those of its model, cluster and profile."""
-    named = (job.spec.model, job.spec.cluster, job.spec.profile)
-    return [job.path, *(job.base / name for name in named if name is not None)]
-
-
 def check_folder(path: Path) -> None:
     """Raises BadInput where a folder to write is a file."""
     if path.exists() and not path.is_dir():

@@ -12,7 +12,6 @@ from hethub.commands.common import (
     add_json,
     check_writable,
     command,
-    files_of,
     known_cluster,
     need_torch,
     path,
@@ -204,7 +203,7 @@ def _job(options: argparse.Namespace, writes: Path | None = None) -> "Job | None
     if options.job is None:
         return None
     job = load_job(options.job, options.set)
-    job_file, model, cluster, *_ = files_of(job)
+    job_file, model, cluster, *_ = job.files
     refuse_overwriting(writes, job_file, model, cluster)
     return job
 

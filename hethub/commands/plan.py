@@ -13,7 +13,6 @@ from hethub.commands.common import (
     add_profile,
     check_writable,
     command,
-    files_of,
     is_plan,
     known_cluster,
     made_for,
@@ -105,7 +104,7 @@ def plan(options: argparse.Namespace) -> None:
     if options.robust:
         print("--robust: every plan is chosen so now; the option can be left out.", file=sys.stderr)
     job = load_job(options.job, options.set)
-    refuse_overwriting(options.out, *files_of(job), options.profile, options.calibrate)
+    refuse_overwriting(options.out, *job.files, options.profile, options.calibrate)
     strategy = strategy_of(job) if options.strategy is None else options.strategy
     if is_program_job(job, strategy=options.strategy):
         return plan_program_job(options, job)
@@ -173,7 +172,7 @@ def predict(options: argparse.Namespace) -> None:
     else:
         given = load_job(options.job, options.set)
         refuse_overwriting(
-            options.trace, *files_of(given), given.plan_path, options.plan, options.profile, options.calibrate
+            options.trace, *given.files, given.plan_path, options.plan, options.profile, options.calibrate
         )
         if is_program_job(given, options.plan):
             return predict_program_job(options, given)

@@ -14,7 +14,6 @@ from hethub.commands.common import (
     check_writable,
     command,
     count,
-    files_of,
     path,
     print_json,
     refuse_overwriting,
@@ -75,7 +74,7 @@ def size(options: argparse.Namespace) -> None:
 
     if options.tokens is None and not options.add:
         raise BadInput("how many tokens to train on is not said; give --tokens, for example 1e12, 300B or 1.5T.")
-    tokens = a_number("--tokens", options.tokens or "1", "1e12, 300B or 1.5T (K, M, B, T)")
+    tokens = None if options.tokens is None else a_number("--tokens", options.tokens, "1e12, 300B or 1.5T (K, M, B, T)")
     deadline = None if options.deadline is None else a_number("--deadline", options.deadline, "60")
     budget = None if options.budget is None else a_number("--budget", options.budget, "250000 or 250K")
     if options.nodes is not None and not options.add:
@@ -87,7 +86,7 @@ def size(options: argparse.Namespace) -> None:
         raise BadInput(f"--add ranks what more nodes of each type bring, and takes no --{ignored[0]}; leave one out.")
     check_writable(options.out, reads=options.job)
     job, have = load_job(options.job, options.set), None if options.have is None else load_cluster(options.have)
-    refuse_overwriting(options.out, *files_of(job), options.catalogue, options.have, options.calibrate)
+    refuse_overwriting(options.out, *job.files, options.catalogue, options.have, options.calibrate)
     packaged = Path(str(files("hethub.spec").joinpath("catalogue/nodes.yaml")))
     catalogue = load_catalogue(options.catalogue or packaged)
     evaluate, measured = _evaluator(job, options.calibrate, [*catalogue.nodes, *(have.nodes if have else ())])
@@ -98,6 +97,7 @@ def size(options: argparse.Namespace) -> None:
         )
     if options.add:
         return _add(options, catalogue, evaluate, have, measured)
+    assert tokens is not None
     question = Question(catalogue=catalogue, tokens=tokens, have=have, deadline_days=deadline, budget=budget)
     with (
         asked_by(job.path, job.source.place),

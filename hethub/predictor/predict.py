@@ -7,7 +7,7 @@ from typing import Any
 from hethub.predictor.cost.constants import ASSUMED, Constants, packaged
 from hethub.predictor.cost.intervals import interval, width_of
 from hethub.predictor.cost.operators import model_flops
-from hethub.predictor.cost.profile import ProfileSpec
+from hethub.predictor.cost.profile import ProfileSpec, assumed_speeds
 from hethub.predictor.cost.resources import OF_RANKS, Resource
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.memory.ranks import AssumedHost, RankMemory, all_fit, assumed_hosts, rank_memory
@@ -91,9 +91,8 @@ def predict(
     plan, model = layout.plan, layout.model
     tokens = plan.global_batch * plan.seq_len
     tokens_per_second = tokens / times.seconds
-    accelerators = [place.accelerator for place in layout.cluster.places]
-    is_guess = any(accelerator.source == "assumed" for accelerator in accelerators)
-    peaks = sum(accelerator.peak_flops(plan.precision) or 0.0 for accelerator in accelerators)
+    is_guess = bool(assumed_speeds(layout.cluster, plan.precision, None))  # a profile measures speeds, and no peak
+    peaks = sum(place.accelerator.peak_flops(plan.precision) or 0.0 for place in layout.cluster.places)
     ceiling = ceiling_tokens_per_second(layout, costs)
     if not 0 < times.seconds < math.inf:
         raise BadInput(

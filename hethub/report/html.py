@@ -128,8 +128,8 @@ def _summary(layout: Layout, prediction: Prediction, measured: Measured | None, 
     low, high = prediction.step_seconds_interval
     rows = [["step time", f"{prediction.step_seconds:.4g} s (80 %: {low:.4g} to {high:.4g})"]]
     rows += [["tokens/s", f"{prediction.tokens_per_second:,.0f}"]]
-    percents = {"of the ceiling": prediction.percent_of_ceiling}
-    percents = percents if prediction.mfu is None else {"MFU": prediction.mfu, **percents}
+    shares = {"MFU": prediction.mfu, "of the ceiling": prediction.percent_of_ceiling}
+    percents = {name: percent for name, percent in shares.items() if percent is not None}
     rows += [[name, f"{percent:.1f} %"] for name, percent in percents.items()]
     rows += [["fits", "yes" if prediction.fits else "no"]]
     head = ["", "predicted"]

@@ -39,10 +39,13 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
         )
     if closest is None:
         given = problem.constraints.model_dump(mode="json", exclude_defaults=True)
+        under, relax = (
+            (f"under constraints {given}", "relax the constraints, ") if given else ("without any constraint", "")
+        )
         return (
             f"strategy '{strategy}' has no plan for cluster '{problem.cluster.name}' ({problem.size} accelerators) and global_batch "
-            f"{problem.batch.global_batch} {f'under constraints {given}' if given else 'without any constraint'}: {_needs(problem)}. Raise "
-            f"global_batch, {'relax the constraints, ' if given else ''}use fewer accelerators or choose another strategy."
+            f"{problem.batch.global_batch} {under}: {_needs(problem)}. Raise global_batch, "
+            f"{relax}use fewer accelerators or choose another strategy."
         )
     reserve = problem.constraints.reserve
     devices = _listed((entry.accelerator, entry.bytes - int(entry.limit * (1 - reserve))) for entry in closest.memory)

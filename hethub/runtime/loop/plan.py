@@ -18,7 +18,7 @@ from hethub.runtime.launch.preflight import Facts
 from hethub.runtime.measure.autotune import measure_ranks
 from hethub.runtime.measure.speed_classes import keep_forbidden, tell_apart_as
 from hethub.runtime.run_claim import RunClaim
-from hethub.runtime.run_folder import FILES, RunFolder, default_run_folder, run_and_step, same_ranks, with_whole_paths
+from hethub.runtime.run_folder import FILES, RunFolder, default_run_folder, run_and_step, same_ranks
 from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.spec.errors import BadInput, asked_by
 from hethub.spec.job import Job, JobSpec, load_plan_of
@@ -160,8 +160,7 @@ def open_folder(
 
 def _check_apart(folder: RunFolder, job: Job) -> None:
     """Raises BadInput where a new run's files would take the place of those that its job is read from."""
-    given = with_whole_paths(job)
-    read = {Path(str(path)).resolve() for path in (job.path, *map(given.get, ("model", "cluster", "plan", "profile")))}
+    read = {path.resolve() for path in (*job.files, job.plan_path) if path is not None}
     if lost := [str(path) for name in FILES if (path := folder.path / name).resolve() in read]:
         raise BadInput(
             f"{' and '.join(lost)}: the job is read from here, and a run writes files of the same name; give another --run-dir."

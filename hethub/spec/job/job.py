@@ -213,6 +213,12 @@ class Job:
         return self.path.parent
 
     @property
+    def files(self) -> list[Path]:
+        """What the job is read from: its file, and those of its model, cluster and profile."""
+        named = (self.spec.model, self.spec.cluster, self.spec.profile)
+        return [self.path, *(self.base / name for name in named if name is not None)]
+
+    @property
     def plan_path(self) -> Path | None:
         """The plan file the job names, or None where it names a strategy."""
         return None if self.spec.plan in STRATEGIES else self.base / self.spec.plan
