@@ -53,18 +53,19 @@ class PlainLlama(nn.Module):
     def weight(self, name: str) -> Tensor:
         return self.get_parameter(name.replace(".", "/"))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens (batch, seq) or hidden states (batch, seq, hidden) to hidden states or logits."""
+    def forward(self, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """Tokens (batch, seq) or hidden states (batch, seq, hidden) to hidden states or logits; `allowed` as `attention`
+        takes it."""
         if self.layers.start == 0:
             x = self.weight(EMBEDDING)[x]
         for layer in range(*self.layers):
-            x = self._layer(x, f"model.layers.{layer}.")
+            x = self._layer(x, f"model.layers.{layer}.", allowed)
         if self.layers.stop < self.model.layers:
             return x
         head = EMBEDDING if self.model.tied_head else HEAD
         return rms_norm(x, self.weight(FINAL_NORM), self.model.norm_eps) @ self.weight(head).t()
 
-    def _layer(self, x: Tensor, prefix: str) -> Tensor:
+    def _layer(self, x: Tensor, prefix: str, allowed: Tensor | None) -> Tensor:
         def linear(value: Tensor, name: str) -> Tensor:
             return value @ self.weight(f"{prefix}{name}.weight").t()
 
@@ -72,7 +73,7 @@ class PlainLlama(nn.Module):
         normed = rms_norm(x, self.weight(f"{prefix}input_layernorm.weight"), eps)
         query, key, value = (linear(normed, f"self_attn.{part}_proj").view(heads) for part in "qkv")
         theta = self.model.rope_theta
-        x = x + linear(attention(rotate(query, theta), rotate(key, theta), value), "self_attn.o_proj")
+        x = x + linear(attention(rotate(query, theta), rotate(key, theta), value, allowed), "self_attn.o_proj")
         normed = rms_norm(x, self.weight(f"{prefix}post_attention_layernorm.weight"), eps)
         return x + linear(
             torch.nn.functional.silu(linear(normed, "mlp.gate_proj")) * linear(normed, "mlp.up_proj"), "mlp.down_proj"

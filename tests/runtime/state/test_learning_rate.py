@@ -129,6 +129,20 @@ def test_who_asks_gets_another_schedule() -> None:
     assert "another train.decay_steps, with --accept-changes" in note  # without it the change is refused
 
 
+@pytest.mark.parametrize(
+    ("changes", "tells"),
+    [
+        ({"schedule": "constant"}, False),
+        ({"decay_steps": 50}, False),
+        ({"schedule": "linear", "decay_steps": 50}, False),
+        ({"schedule": "wsd", "decay_steps": 50}, True),
+    ],
+)
+def test_only_a_fall_that_the_end_decides_is_told_of(changes: dict[str, Any], tells: bool) -> None:
+    """A cosine of 50 steps ends where it ends, however long the run; wsd's 50 steps lie before the end it began with."""
+    assert bool(resumed(TRAIN.replace(**changes), 60, steps=400).notes) == tells
+
+
 def test_the_schedule_may_be_a_mapping(tmp_path: Path) -> None:
     train = load_job(write_job(tmp_path, train={"schedule": {"kind": "wsd", "decay_steps": 3}})).spec.train
     assert (train.schedule, train.decay_steps) == ("wsd", 3)
