@@ -3,8 +3,9 @@
 import importlib.machinery
 import os
 import sys
-from types import ModuleType
-from typing import get_args
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from hethub.kernels import compiled
 from hethub.kernels import device as device_layer
 from hethub.kernels.compiled import kernels_for
-from hethub.kernels.device import Device, choose_device, visible_devices
+from hethub.kernels.device import Clock, Device, Stream, choose_device, visible_devices
 from hethub.kernels.reference import TorchKernels
 from hethub.report.tables import TRAINS_ON
 from hethub.runtime.launch.device import open_device
@@ -41,6 +42,94 @@ def test_a_gpu_of_either_maker_is_cuda_for_torch():
     for vendor in ("nvidia", "amd"):
         device = Device(vendor=vendor, index=2)
         assert device.torch_device == torch.device("cuda", 2)
+
+
+class Torch:
+    """torch.cuda, whose calls are noted as (name, arguments)."""
+
+    ANSWERS: ClassVar = {"get_device_name": "A card", "max_memory_reserved": 70, "get_device_properties": SimpleNamespace(
+        uuid="GPU-1", pci_domain_id=0, pci_bus_id=0x1A, pci_device_id=1, total_memory=80, multi_processor_count=132)}  # fmt: skip
+    NAMES = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "check_error", *ANSWERS)
+
+    def __init__(self, monkeypatch):
+        self.calls = []
+        for name in self.NAMES:
+            monkeypatch.setattr(torch.cuda, name, self.noting(name))
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+        cudart = SimpleNamespace(**{name: self.noting(name) for name in ("cudaHostRegister", "cudaHostUnregister")})
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+
+    def noting(self, name):
+        def call(*arguments):
+            self.calls.append((name, *arguments))
+            return self.ANSWERS.get(name)
+
+        return call
+
+
+def use(device, memory):
+    """What is asked of a device by those who drive it, and what it answers."""
+    for act in (device.activate, device.synchronize, device.release_memory):
+        act()
+    device.pin(memory)
+    device.unpin(memory)
+    return [device.native_library, device.name, device.identity, device.memory_bytes(), device.compute_units(),
+            device.peak_memory_bytes()]  # fmt: skip
+
+
+def test_a_device_is_asked_by_its_index_and_pins_for_all(monkeypatch):
+    asked, memory = Torch(monkeypatch), torch.empty(10)
+    portable = 1  # cudaHostRegisterPortable of the CUDA Runtime API, and hipHostRegisterPortable
+    answers = ["A card", "GPU-1 00:1a:01", 80, 132, 70]
+    assert use(Device(vendor="amd", index=2), memory) == ["RCCL 2.27.5", *answers]
+    assert asked.calls[:8] == [
+        ("set_device", 2), ("synchronize", 2), ("empty_cache",), ("reset_peak_memory_stats", 2),
+        ("cudaHostRegister", memory.data_ptr(), 40, portable), ("check_error", None),
+        ("cudaHostUnregister", memory.data_ptr()), ("check_error", None),
+    ]  # fmt: skip
+    assert all(call[1:] == (2,) for call in asked.calls[8:])
+    assert use(Device(vendor="nvidia", index=2), memory) == ["NCCL 2.27.5", *answers]
+
+
+def test_streams_wait_for_points_in_others_and_the_host_for_neither(monkeypatch):
+    made = Mock()
+    monkeypatch.setattr(torch.cuda, "Event", made)
+    ahead, behind, tensor = Mock(), Mock(), Mock(is_cuda=True)
+    event = Stream(ahead).record()
+    made.assert_called_once_with(blocking=True)
+    point = made.return_value
+    point.record.assert_called_once_with(ahead)
+    Stream(behind).wait(event)
+    behind.wait_event.assert_called_once_with(point)
+    Stream(behind).keep(tensor)
+    tensor.record_stream.assert_called_once_with(behind)
+    point.synchronize.assert_not_called()
+    event.synchronize()
+    point.synchronize.assert_called_once_with()
+    point.query.return_value = False
+    assert not event.is_done()
+
+
+def test_a_device_s_clock_counts_from_a_point_whose_time_is_known(monkeypatch):
+    """An event tells milliseconds to another; the one that the host has waited for is taken anew before fp32 grows coarse."""
+    monkeypatch.setattr(torch.cuda, "Event", Mock(side_effect=lambda **_: Mock(elapsed_time=Mock(return_value=250.0))))
+    now = iter([1000.0, 1001.0, 1002.0, 1700.0, 1702.0])
+    monkeypatch.setattr(device_layer, "monotonic", lambda: next(now))
+    clock = Clock(Device(vendor="nvidia"))
+    first, second, later = (clock.stamp() for _ in range(3))
+    assert second.anchor is first.anchor
+    assert later.anchor is not first.anchor
+    first.anchor.synchronize.assert_called_once_with()
+    assert [clock.seconds(stamp) for stamp in (first, second, later)] == [1001.25, 1001.25, 1702.25]
+    first.at.synchronize.assert_called_once_with()
+    assert clock.between(first, second) == 0.25
+    first.at.elapsed_time.assert_called_once_with(second.at)
+
+
+def test_a_cpu_asks_nothing_of_torchs_devices(monkeypatch):
+    asked = Torch(monkeypatch)
+    assert use(Device(vendor="cpu"), torch.empty(10)) == ["", "CPU", None, None, None, None]
+    assert asked.calls == []
 
 
 @pytest.mark.parametrize(

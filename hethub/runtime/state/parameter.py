@@ -48,7 +48,6 @@ class Parameter:
         """Makes the round's gradient complete: zeros where nothing was added."""
         if self._fresh:
             self.grad.zero_()
-            self._fresh = False
 
     def add_product(self, left: Tensor, right: Tensor, *, completes: bool = True) -> None:
         """Adds left @ right, (rows, n) x (n, columns) with the shape of the shard.

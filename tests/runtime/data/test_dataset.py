@@ -63,6 +63,10 @@ def test_the_order_stays_as_it_is() -> None:
     assert permuted(np.arange(6), 10**12, 1, 3).tolist() == [
         352470652541, 451055072049, 241636706345, 164216732978, 96216327192, 177959964096,
     ]  # fmt: skip
+    # Of sizes at the edges of the network's domains, 4^k.
+    assert permuted(np.arange(4), 4, 1, 4).tolist() == [1, 0, 3, 2]
+    assert permuted(np.arange(5), 5, 1, 3).tolist() == [1, 3, 0, 2, 4]
+    assert permuted(np.arange(16), 16, 1, 3).tolist() == [1, 7, 9, 11, 4, 12, 8, 3, 15, 13, 14, 2, 0, 6, 5, 10]
 
 
 @given(step=st.integers(0, 500), cut=st.integers(0, 6))
