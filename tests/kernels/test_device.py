@@ -3,6 +3,7 @@
 import importlib.machinery
 import os
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar, get_args
 from unittest.mock import Mock
@@ -103,6 +104,7 @@ def test_streams_wait_for_points_in_others_and_the_host_for_neither(monkeypatch)
     behind.wait_event.assert_called_once_with(point)
     Stream(behind).keep(tensor)
     tensor.record_stream.assert_called_once_with(behind)
+    Stream(behind).keep(torch.empty(1))  # on a CPU, where torch refuses to
     point.synchronize.assert_not_called()
     event.synchronize()
     point.synchronize.assert_called_once_with()
@@ -124,6 +126,14 @@ def test_a_device_s_clock_counts_from_a_point_whose_time_is_known(monkeypatch):
     first.at.synchronize.assert_called_once_with()
     assert clock.between(first, second) == 0.25
     first.at.elapsed_time.assert_called_once_with(second.at)
+
+
+def test_released_memory_is_that_of_cycles_too():
+    trainer = ModuleType("trainer")
+    trainer.itself, gone = trainer, weakref.ref(trainer)
+    del trainer
+    Device(vendor="cpu").release_memory()
+    assert gone() is None
 
 
 def test_a_cpu_asks_nothing_of_torchs_devices(monkeypatch):

@@ -49,6 +49,12 @@ def scheduler(kind: str, **more: Any) -> Any:
     return getattr(torch.optim.lr_scheduler, kind)(sgd, **more)
 
 
+@pytest.mark.parametrize("changes", [{"schedule": "wsd", "decay_steps": 1}, {"warmup_steps": 99}])
+def test_a_fall_of_one_step_is_over_with_it(changes: dict[str, Any]) -> None:
+    train = TRAIN.replace(**changes)
+    assert [learning_rate(train, step) for step in (99, 100)] == [TRAIN.lr, TRAIN.min_lr]
+
+
 def test_every_schedule_is_torchs() -> None:
     floor = TRAIN.min_lr / TRAIN.lr
     linear = scheduler("LinearLR", start_factor=1.0, end_factor=floor, total_iters=90)
