@@ -118,7 +118,7 @@ class TrainingRank:
         `stop_requested` is asked when the microbatches are done: a signal that comes during a step counts for that
         step.
 
-        Raises RunFailed where the loss is not finite, or copies of a parameter differ.
+        Raises RunFailed where the gradient is not finite, or copies of a parameter differ.
         """
         self.pace.start_step()
         loss = self._compute(step)
