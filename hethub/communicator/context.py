@@ -99,10 +99,15 @@ class Context:
         """Whether everything under way was given up, or is about to be: the libraries' groups are aborted then."""
         return self.aborted or self.watch.liveness.failure is not None
 
-    def turn_of(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-        """The turn in which a native group launches a collective of these tensors (none given: a barrier)."""
+    def turn_of(
+        self, tensors: Sequence[torch.Tensor], gloo: torch_private.GlooGroup | None = None
+    ) -> AbstractContextManager[object]:
+        """The turn in which a native group launches a collective of these tensors (none given: a barrier); `gloo` is what it
+        launches those of the host on."""
         on_host = all(tensor.device.type == "cpu" for tensor in tensors) and (bool(tensors) or not self.device.is_gpu)
-        return contextlib.nullcontext() if on_host and not self.stages_host_tensors else self.dispatcher.take_turn()
+        if not on_host or self.stages_host_tensors:
+            return self.dispatcher.take_turn()
+        return contextlib.nullcontext() if gloo is None else torch_private.CountedByGloo(gloo)
 
     def stager(self) -> Stager:
         """What moves tensors to and from the device for one thread of communication."""

@@ -118,6 +118,26 @@ def break_gloo_group(group: GlooGroup, rank: int, size: int) -> None:
         return
 
 
+def pass_over(group: GlooGroup) -> None:
+    """The group's next collective goes without this rank, as Gloo counts them: who began it waits for this rank in vain, and
+    is not met by the one that comes next. Gloo counts a sum of no elements, and sends nothing for it."""
+    group.allreduce([torch.empty(0)], dist.AllreduceOptions()).wait()
+
+
+class CountedByGloo:
+    """A block that begins a collective of Gloo's, and that Gloo counts also where the arguments are refused before it does."""
+
+    def __init__(self, group: GlooGroup) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        self._number = self._group._get_sequence_number_for_group()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None and self._group._get_sequence_number_for_group() == self._number:
+            pass_over(self._group)
+
+
 def serves_store(store: dist.Store) -> bool:
     """Whether this process is the store's server, which torch tells in words only."""
     return "server=<nullptr>" not in repr(_innermost(store))
@@ -193,7 +213,7 @@ def default_group() -> dist.ProcessGroup | None:
 
 def reduce_op_kind(op: Any) -> Any:
     """SUM, AVG, …: the operation without its factor, from whichever form torch passes."""
-    return op if isinstance(op, ReduceKind) else op.op
+    return getattr(op, "op", op)
 
 
 def premul_factor(op: Any) -> Any:
