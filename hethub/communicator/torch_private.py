@@ -19,6 +19,7 @@ from torch._C._dynamo import eval_frame
 from torch.distributed import distributed_c10d as c10d
 
 from hethub.kernels.device import Device
+from hethub.spec.errors import BadInput
 
 # torch's type stubs lack what these classes have in Python, so they are untyped for the checker.
 GlooGroup: Any = dist.ProcessGroupGloo
@@ -125,16 +126,17 @@ def pass_over(group: GlooGroup) -> None:
 
 
 class CountedByGloo:
-    """A block that begins a collective of Gloo's, and that Gloo counts also where the arguments are refused before it does."""
+    """Blocks that each begin a collective of Gloo's, which is counted also where its arguments are refused before Gloo does
+    it: by us, by the binding, or by what names itself and comes before Gloo takes a number."""
 
     def __init__(self, group: GlooGroup) -> None:
         self._group = group
 
     def __enter__(self) -> None:
-        self._number = self._group._get_sequence_number_for_group()
+        return None
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None and self._group._get_sequence_number_for_group() == self._number:
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if isinstance(error, BadInput | TypeError) or (kind is not None and "ProcessGroupGloo::" in str(error)):
             pass_over(self._group)
 
 

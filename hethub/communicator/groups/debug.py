@@ -31,11 +31,9 @@ _MAX_CHARACTERS = 150
 
 
 def mark(name: str, tensors: Sequence[torch.Tensor], opts: Any) -> int:
-    """A number for what must be the same on all ranks of an operation and costs nothing to look at."""
+    """A number for what must be the same on all ranks of an operation and costs little to look at: the reduction costs more."""
     sizes = [tensor.numel() for tensor in tensors] if name in _ALIKE else []
-    kind = torch_private.reduce_op_kind(opts.reduceOp).value if hasattr(opts, "reduceOp") else None
-    dtype = tensors[0].dtype if tensors else None
-    return _mark(name, kind, getattr(opts, "rootRank", None), dtype, *sizes)
+    return _mark(name, getattr(opts, "rootRank", None), tensors[0].dtype if tensors else None, *sizes)
 
 
 @functools.lru_cache(1 << 12)

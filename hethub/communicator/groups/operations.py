@@ -35,9 +35,10 @@ Words = Callable[[], list[str]]
 
 
 def counted(kind: type) -> type:
-    """The class, whose operations (what returns a HethubWork) take a place in the group's order where they are refused too."""
+    """The class, whose operations (what torch calls and returns a HethubWork) have a number also where they are refused."""
     for name, operation in list(vars(kind).items()):
-        if inspect.isfunction(operation) and operation.__annotations__.get("return") is HethubWork:
+        is_called = not name.startswith("_") or name in ("_allgather_base", "_reduce_scatter_base")
+        if is_called and inspect.isfunction(operation) and operation.__annotations__.get("return") is HethubWork:
             setattr(kind, name, _counted(operation))
     return kind
 

@@ -120,7 +120,7 @@ def call_unlike(rank, store, call):
 
 UNLIKE = {
     "type": [(torch.ones(8),), (torch.ones(8, dtype=torch.int32),)],
-    "reduction": [(torch.ones(8),), (torch.ones(8), dist.ReduceOp.MAX)],
+    "size, over as many bytes": [(torch.ones(8),), (torch.ones(16, dtype=torch.bfloat16),)],
 }
 
 
