@@ -35,6 +35,7 @@ from hethub.kernels.reference import TorchKernels
 from hethub.spec.errors import RunFailed
 
 _log = logging.getLogger(__name__)
+_NO_TURN = contextlib.nullcontext()
 
 
 @dataclass(kw_only=True)
@@ -99,10 +100,13 @@ class Context:
         """Whether everything under way was given up, or is about to be: the libraries' groups are aborted then."""
         return self.aborted or self.watch.liveness.failure is not None
 
-    def turn_of(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-        """The turn in which a native group launches a collective of these tensors (none given: a barrier)."""
-        on_host = all(tensor.device.type == "cpu" for tensor in tensors) and (bool(tensors) or not self.device.is_gpu)
-        return contextlib.nullcontext() if on_host and not self.stages_host_tensors else self.dispatcher.take_turn()
+    def turn_of(
+        self, tensors: Sequence[torch.Tensor], on_host: AbstractContextManager[object] = _NO_TURN
+    ) -> AbstractContextManager[object]:
+        """The turn in which a native group launches a collective of these tensors (none given: a barrier); `on_host` is the
+        one for those of the host."""
+        lie_there = all(tensor.device.type == "cpu" for tensor in tensors) and (bool(tensors) or not self.device.is_gpu)
+        return on_host if lie_there and not self.stages_host_tensors else self.dispatcher.take_turn()
 
     def stager(self) -> Stager:
         """What moves tensors to and from the device for one thread of communication."""

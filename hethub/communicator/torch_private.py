@@ -19,6 +19,7 @@ from torch._C._dynamo import eval_frame
 from torch.distributed import distributed_c10d as c10d
 
 from hethub.kernels.device import Device
+from hethub.spec.errors import BadInput
 
 # torch's type stubs lack what these classes have in Python, so they are untyped for the checker.
 GlooGroup: Any = dist.ProcessGroupGloo
@@ -118,6 +119,27 @@ def break_gloo_group(group: GlooGroup, rank: int, size: int) -> None:
         return
 
 
+def pass_over(group: GlooGroup) -> None:
+    """The group's next collective goes without this rank, as Gloo counts them: who began it waits for this rank in vain, and
+    is not met by the one that comes next. Gloo counts a sum of no elements, and sends nothing for it."""
+    group.allreduce([torch.empty(0)], dist.AllreduceOptions()).wait()
+
+
+class CountedByGloo:
+    """Blocks that each begin a collective of Gloo's, which is counted also where its arguments are refused before Gloo does
+    it: by us, by the binding, or by what names itself and comes before Gloo takes a number."""
+
+    def __init__(self, group: GlooGroup) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if isinstance(error, BadInput | TypeError) or (kind is not None and "ProcessGroupGloo::" in str(error)):
+            pass_over(self._group)
+
+
 def serves_store(store: dist.Store) -> bool:
     """Whether this process is the store's server, which torch tells in words only."""
     return "server=<nullptr>" not in repr(_innermost(store))
@@ -193,7 +215,7 @@ def default_group() -> dist.ProcessGroup | None:
 
 def reduce_op_kind(op: Any) -> Any:
     """SUM, AVG, …: the operation without its factor, from whichever form torch passes."""
-    return op if isinstance(op, ReduceKind) else op.op
+    return getattr(op, "op", op)
 
 
 def premul_factor(op: Any) -> Any:

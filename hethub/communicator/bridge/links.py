@@ -55,6 +55,9 @@ class Links:
     where a relay does not know so many groups apart.
     """
 
+    call = 0
+    """The group's operation under way, as a number that another one has not: ranks that are in unlike ones do not meet."""
+
     def __init__(
         self,
         *,
@@ -69,10 +72,10 @@ class Links:
         self._members = members
         self._first_tag = number * _NUM_STAGES
         for relay in (relay for member in members for relay in relays[member]):
-            if self._first_tag + max(Stage) > relay.max_tag:
+            if self._first_tag + max(Stage) >= relay.num_tags:
                 raise BadInput(
-                    f"relay {relay.name} tells at most {relay.max_tag // _NUM_STAGES:,} groups over islands apart, as its tags end"
-                    f" at {relay.max_tag:,}, but {label} is number {number:,}. Make fewer groups, or choose another"
+                    f"relay {relay.name} tells at most {relay.num_tags // _NUM_STAGES - 1:,} groups over islands apart, as it has"
+                    f" {relay.num_tags:,} tags, but {label} is number {number:,}. Make fewer groups, or choose another"
                     " communicator.relay (gloo)."
                 )
         self._label = label
@@ -82,7 +85,7 @@ class Links:
     def send(self, tensor: torch.Tensor, to: int, stage: int) -> Transfer:
         relay, peer = self._carrier(to, tensor.nbytes)
         self._count(to, peer, relay, tensor.nbytes)
-        return relay.send(tensor, peer, self._first_tag + stage)
+        return relay.send(tensor, peer, self._tag(relay, stage))
 
     def outgoing(self, num_elements: int, dtype: torch.dtype, to: int) -> Outgoing:
         relay, peer = self._carrier(to, num_elements * dtype.itemsize)
@@ -91,19 +94,22 @@ class Links:
     def send_outgoing(self, message: Outgoing, to: int, stage: int) -> Transfer:
         relay, peer = self._carrier(to, message.tensor.nbytes)
         self._count(to, peer, relay, message.tensor.nbytes)
-        return message.send(self._first_tag + stage)
+        return message.send(self._tag(relay, stage))
 
     def receive(self, tensor: torch.Tensor, source: int, stage: int) -> Transfer:
         relay, peer = self._carrier(source, tensor.nbytes)
-        return relay.receive(tensor, peer, self._first_tag + stage)
+        return relay.receive(tensor, peer, self._tag(relay, stage))
 
     def expect(self, num_elements: int, dtype: torch.dtype, source: int, stage: int) -> Incoming:
         relay, peer = self._carrier(source, num_elements * dtype.itemsize)
-        return relay.expect(num_elements, dtype, peer, self._first_tag + stage)
+        return relay.expect(num_elements, dtype, peer, self._tag(relay, stage))
 
     def takes_device_memory(self, member: int, num_bytes: int) -> bool:
         """Whether messages of that size to and from the member need not lie in host memory."""
         return self._carrier(member, num_bytes)[0].takes_device_memory
+
+    def _tag(self, relay: Relay, stage: int) -> int:
+        return self._first_tag + stage + self.call % relay.num_calls * relay.num_tags
 
     def _carrier(self, member: int, num_bytes: int) -> tuple[Relay, int]:
         """The relay for a message of that size, and the member's rank in the world."""

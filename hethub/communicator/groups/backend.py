@@ -4,6 +4,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -75,7 +76,7 @@ def with_native_backends(group: dist.ProcessGroup, context: Context, options: An
     nccl = torch_private.attach_native(group, gloo, context.device, options, store)
     if nccl is not None:
         context.watch_nccl(nccl, name)
-    watch_group(group, context.turn_of)
+    watch_group(group, partial(context.turn_of, on_host=torch_private.CountedByGloo(gloo)))
     return group
 
 

@@ -1,5 +1,10 @@
-"""Debug mode: before each bridged operation the ranks compare what they are about to do."""
+"""What ranks say of an operation, so that no two different ones are taken for one.
 
+Every message of a bridged operation carries its `mark`. In debug mode the ranks compare before each operation what they are
+about to do, and name it.
+"""
+
+import functools
 import json
 import zlib
 from collections.abc import Sequence
@@ -11,14 +16,35 @@ from hethub.communicator import torch_private
 from hethub.spec.errors import RunFailed
 from hethub.spec.ranges import Range
 
+_ALIKE = {
+    "all_reduce",
+    "all_reduce_coalesced",
+    "broadcast",
+    "reduce",
+    "reduce_scatter_tensor",
+    "all_gather_into_tensor",
+}
+"""Operations whose result tensors have the same shape on every rank."""
+
 _BYTES = 256
 _MAX_CHARACTERS = 150
 
 
-def describe(name: str, number: int, tensors: Sequence[torch.Tensor], chosen: Sequence[str], *, alike: bool) -> str:
-    """What an operation is, as far as it must be the same on all ranks: `alike` says that the tensors must be,
-    `chosen` is what else must agree: the words of options, reduction and ranges."""
-    shapes = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors] if alike else []
+def mark(name: str, tensors: Sequence[torch.Tensor], opts: Any) -> int:
+    """A number for what must be the same on all ranks of an operation and costs little to look at: the reduction costs more."""
+    sizes = [tensor.numel() for tensor in tensors] if name in _ALIKE else []
+    return _mark(name, getattr(opts, "rootRank", None), tensors[0].dtype if tensors else None, *sizes)
+
+
+@functools.lru_cache(1 << 12)
+def _mark(*what: Any) -> int:
+    return zlib.crc32(repr(what).encode())
+
+
+def describe(name: str, number: int, tensors: Sequence[torch.Tensor], chosen: Sequence[str]) -> str:
+    """What an operation is, as far as it must be the same on all ranks: `chosen` is what must agree beside the tensors of
+    some, the words of options, reduction and ranges."""
+    shapes = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors] if name in _ALIKE else []
     words = ", ".join([*chosen, *shapes])
     if len(words) > _MAX_CHARACTERS:  # what is left out may be what differs
         words = f"{words[:_MAX_CHARACTERS]}... (checksum {zlib.crc32(words.encode()):08x})"

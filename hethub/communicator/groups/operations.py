@@ -3,9 +3,11 @@
 Operations of one group run in submission order in a thread of their own, so a caller is never blocked before `wait`.
 """
 
+import contextlib
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,21 +27,33 @@ from hethub.communicator.work import HethubWork, Job, Operation, Worker
 from hethub.spec.errors import BadInput
 from hethub.spec.ranges import show_ranks
 
-_ALIKE = {
-    "all_reduce",
-    "all_reduce_coalesced",
-    "broadcast",
-    "reduce",
-    "reduce_scatter_tensor",
-    "all_gather_into_tensor",
-}
-"""Operations whose result tensors have the same shape on every rank."""
-
 _Turn = TypeVar("_Turn", bound=Turn)
 
 Tensors = list[torch.Tensor]
 Run = Callable[[], None]
 Words = Callable[[], list[str]]
+
+
+def counted(kind: type) -> type:
+    """The class, whose operations (what torch calls and returns a HethubWork) have a number also where they are refused."""
+    for name, operation in list(vars(kind).items()):
+        is_called = not name.startswith("_") or name in ("_allgather_base", "_reduce_scatter_base")
+        if is_called and inspect.isfunction(operation) and operation.__annotations__.get("return") is HethubWork:
+            setattr(kind, name, _counted(operation))
+    return kind
+
+
+def _counted(operation: Callable[..., HethubWork]) -> Callable[..., HethubWork]:
+    @functools.wraps(operation)
+    def call(self: "GroupCore", *given: Any, **named: Any) -> HethubWork:
+        before = self._num_operations
+        try:
+            return operation(self, *given, **named)
+        except BaseException:
+            self._count_refused(operation.__name__, before)
+            raise
+
+    return call
 
 
 class GroupCore(torch_private.GroupBase):
@@ -111,8 +125,7 @@ class GroupCore(torch_private.GroupBase):
 
     def _compared(self, name: str, job: Run, tensors: Tensors, chosen: Sequence[str]) -> Run:
         """The job, run once all members have said that they are about to do the same."""
-        self._num_operations += 1
-        own = debug.describe(name, self._num_operations, tensors, chosen, alike=name in _ALIKE)
+        own = debug.describe(name, self._num_operations, tensors, chosen)
 
         def compared() -> None:
             debug.compare(self._gloo, own, self.context.rank, self.members)
@@ -124,14 +137,32 @@ class GroupCore(torch_private.GroupBase):
         """Whether the caller's thread may run the job: it would wait anyway, and need not give up before the job does."""
         return turn is None and self._timeout_seconds is None and opts is not None and not opts.asyncOp
 
-    def _behind_what_succeeded(self, name: str, job: Run) -> Run:
-        """The job, which fails unrun where an operation of this rank has failed before it."""
+    def _behind_what_succeeded(self, name: str, job: Run, call: int) -> Run:
+        """The job, which fails unrun where an operation of this rank has failed before it. Its messages carry `call`."""
 
         def checked() -> None:
             self.context.require_whole(f"{name} in {self._label}")
+            self._bridge.links.call = call
             job()
 
         return checked
+
+    @contextlib.contextmanager
+    def counting_refusals(self, name: str) -> Iterator[None]:
+        """The block may refuse an operation, perhaps on this rank alone: it is counted, so that what this rank calls next is
+        not taken for it."""
+        before = self._num_operations
+        try:
+            yield
+        except BaseException:
+            self._count_refused(name, before)
+            raise
+
+    def _count_refused(self, name: str, before: int) -> None:
+        """Unless it has been counted since `before`, also on the group's Gloo."""
+        if self._num_operations == before:
+            with contextlib.suppress(BadInput):  # the group is destroyed
+                self._queue(f"{name} (refused)", functools.partial(torch_private.pass_over, self._gloo), [])
 
     def _reduction(self, op: Any, dtype: torch.dtype) -> Reduction:
         kind = torch_private.reduce_op_kind(op)
@@ -206,7 +237,7 @@ class GroupCore(torch_private.GroupBase):
 
     def _check_written(self, name: str, tensors: Tensors) -> None:
         """Raises BadInput where a result has no place to be written to. Of a reduce all ranks' tensors are checked, as in a
-        native group: were the root alone to refuse, the others' parts would be taken for those of its next one."""
+        native group: were the root alone to refuse, the group could not be used any more."""
         if name != "gather":
             check_memory(name, tensors)
 
@@ -220,9 +251,11 @@ class GroupCore(torch_private.GroupBase):
         chosen: Words | None = None,
     ) -> HethubWork:
         """A job with a turn leaves it whatever happens, and never runs in the thread that takes turns."""
+        self._num_operations += 1
+        call = self._num_operations + debug.mark(name, tensors, opts)
         if self.context.debug:
             job = self._compared(name, job, tensors, chosen() if chosen else debug.option_words(opts))
-        job = self._behind_what_succeeded(name, job)
+        job = self._behind_what_succeeded(name, job, call)
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         work = HethubWork(self._operation(name), tensors, self.context.callbacks, self._timeout_seconds)
         work.end_profiled = torch_private.profiled_range(f"hethub:{name}")

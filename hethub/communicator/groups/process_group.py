@@ -15,7 +15,7 @@ from hethub.communicator.bridge.arithmetic import Reduction
 from hethub.communicator.bridge.staging import Staged
 from hethub.communicator.groups.arguments import check_count, check_member, check_parts, check_row, rows_of
 from hethub.communicator.groups.debug import option_words, range_words, reduction_word
-from hethub.communicator.groups.operations import GroupCore, Run, Tensors, Words
+from hethub.communicator.groups.operations import GroupCore, Run, Tensors, Words, counted
 from hethub.communicator.work import HethubWork
 from hethub.spec.ranges import Range, from_sizes
 
@@ -23,6 +23,7 @@ __all__ = ["HethubGroup", "Run", "Tensors", "Words"]
 
 
 @torch_private.run_as_written
+@counted
 class HethubGroup(GroupCore):
     """A c10d group of ours: over several islands, or inside one for the uneven collectives."""
 

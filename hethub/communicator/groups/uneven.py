@@ -32,29 +32,26 @@ def reduce_scatter_by_ranges(
     The ranges cover the one-dimensional input, may be empty and of any sizes, and are the same on all members.
     `output` may be that very slice of `flat_input`, which is also the default: the sum is then made in place.
     """
-    _check(flat_input, ranges, group.size())
-    mine = ranges[group.rank()]
-    result = flat_input[mine.start : mine.stop] if output is None else output
-    if result.numel() != mine.size or result.dtype != flat_input.dtype:
-        raise ValueError(
-            f"the output has {result.numel()} elements of {result.dtype}, but this rank's range {mine.size} of"
-            f" {flat_input.dtype}; make it as large and of that type"
-        )
     if _stays_on_device(group, flat_input, op):
+        result = _result(flat_input, ranges, output, group)
         return native_reduce_scatter(group, result, flat_input, ranges, async_op=async_op)
-    spanning = _spanning(group)
-    work = spanning.reduce_scatter_ranges(result, [flat_input], ranges, op, "reduce_scatter_by_ranges")
-    return _waited(work, async_op=async_op)
+    spanning, name = _spanning(group), "reduce_scatter_by_ranges"
+    with spanning.counting_refusals(name):
+        result = _result(flat_input, ranges, output, group)
+    return _waited(spanning.reduce_scatter_ranges(result, [flat_input], ranges, op, name), async_op=async_op)
 
 
 def all_gather_by_ranges(
     group: dist.ProcessGroup, flat_output: torch.Tensor, ranges: Sequence[Range], *, async_op: bool = True
 ) -> HethubWork:
     """A Work after which every member's `flat_output` holds member i's `flat_output[ranges[i]]`, for all i."""
-    _check(flat_output, ranges, group.size())
     if _stays_on_device(group, flat_output, dist.ReduceOp.SUM):
+        _check(flat_output, ranges, group.size())
         return native_all_gather(group, flat_output, ranges, async_op=async_op)
-    return _waited(_spanning(group).all_gather_ranges(flat_output, ranges, "all_gather_by_ranges"), async_op=async_op)
+    spanning, name = _spanning(group), "all_gather_by_ranges"
+    with spanning.counting_refusals(name):
+        _check(flat_output, ranges, group.size())
+    return _waited(spanning.all_gather_ranges(flat_output, ranges, name), async_op=async_op)
 
 
 def _stays_on_device(group: dist.ProcessGroup, flat: torch.Tensor, op: Any) -> bool:
@@ -144,11 +141,13 @@ def all_reduce_with_feedback(
     `residual` (fp32, the tensor's shape, zero before the first call) belongs to the caller, who passes the same one for
     the same tensor each step. With the exact wire it stays zero.
     """
-    if residual.shape != tensor.shape or residual.dtype != torch.float32:
-        raise ValueError(
-            f"the residual is {residual.dtype} {tuple(residual.shape)}; make it fp32 {tuple(tensor.shape)}"
-        )
-    return _waited(_spanning(group).all_reduce_with_feedback(tensor, residual, op), async_op=async_op)
+    spanning = _spanning(group)
+    with spanning.counting_refusals("all_reduce_with_feedback"):
+        if residual.shape != tensor.shape or residual.dtype != torch.float32:
+            raise ValueError(
+                f"the residual is {residual.dtype} {tuple(residual.shape)}; make it fp32 {tuple(tensor.shape)}"
+            )
+    return _waited(spanning.all_reduce_with_feedback(tensor, residual, op), async_op=async_op)
 
 
 def _spanning(group: dist.ProcessGroup) -> HethubGroup:
@@ -166,6 +165,21 @@ def _spanning(group: dist.ProcessGroup) -> HethubGroup:
         )
     spanning: HethubGroup = context.spanning[name]
     return spanning
+
+
+def _result(
+    flat: torch.Tensor, ranges: Sequence[Range], output: torch.Tensor | None, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Where this rank's range is written. Raises ValueError."""
+    _check(flat, ranges, group.size())
+    mine = ranges[group.rank()]
+    result = flat[mine.start : mine.stop] if output is None else output
+    if result.numel() != mine.size or result.dtype != flat.dtype:
+        raise ValueError(
+            f"the output has {result.numel()} elements of {result.dtype}, but this rank's range {mine.size} of"
+            f" {flat.dtype}; make it as large and of that type"
+        )
+    return result
 
 
 def _check(flat: torch.Tensor, ranges: Sequence[Range], size: int) -> None:

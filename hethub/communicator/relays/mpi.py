@@ -18,7 +18,7 @@ from hethub.communicator.joining.mpi_library import import_mpi, start_mpi
 from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.joining.segments import place_segments
 from hethub.communicator.joining.settings import is_on
-from hethub.communicator.relays.relay import PeerError, Relay, Transfer
+from hethub.communicator.relays.relay import PeerError, Relay, Transfer, misfit
 from hethub.kernels.device import Vendor
 from hethub.spec.errors import BadInput
 
@@ -29,21 +29,25 @@ _JOB = "mpi/job"  # in the store: the name of the job's folder for what it share
 
 
 class MpiTransfer(Transfer):
-    """A message cut into parts below MPI's 2 GiB counts."""
+    """A message cut into parts below MPI's 2 GiB counts. MPI takes a shorter one than was asked for without a word: a
+    receiver looks at the size of what has come."""
 
-    def __init__(self, relay: "MpiRelay", requests: list[Any], tensor: torch.Tensor, peer: int) -> None:
+    def __init__(
+        self, relay: "MpiRelay", requests: list[Any], tensor: torch.Tensor, peer: int, status: Any = None
+    ) -> None:
         self._relay = relay
         self._requests = requests
+        self._status = status
         self._tensor = tensor
         self._peer = peer
         relay.under_way.add(self)
 
     def wait(self) -> None:
         deadline = time.monotonic() + self._relay.timeout_seconds
-        pause = 1e-6
+        pause, num_bytes = 1e-6, 0
         for request in self._requests:
             spins = 0
-            while not request.Test():
+            while not request.Test(self._status):
                 if self._relay.aborted.is_set():
                     raise PeerError(self._peer, "communication was given up on this rank")
                 if time.monotonic() > deadline:
@@ -52,7 +56,10 @@ class MpiTransfer(Transfer):
                 if spins > _SPINS:
                     time.sleep(pause)
                     pause = min(2 * pause, _MAX_SLEEP_SECONDS)
+            num_bytes += self._status.count if self._status is not None else 0
         self._relay.under_way.discard(self)
+        if self._status is not None and num_bytes != self._tensor.nbytes:
+            raise PeerError(self._peer, misfit(num_bytes, self._tensor.nbytes))
 
 
 class MpiRelay(Relay):
@@ -64,7 +71,7 @@ class MpiRelay(Relay):
         self.takes_device_memory = takes_device_memory
         self._mpi = mpi
         self._comm = comm
-        self.max_tag = comm.Get_attr(mpi.TAG_UB)
+        self.num_calls, self.num_tags = calls_and_tags(comm.Get_attr(mpi.TAG_UB))
         self.timeout_seconds = timeout_seconds
         self.aborted = threading.Event()
         self.under_way: set[MpiTransfer] = set()
@@ -101,22 +108,28 @@ class MpiRelay(Relay):
         return self._start(self._comm.Isend, tensor, peer, tag)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        return self._start(self._comm.Irecv, tensor, peer, tag)
+        return self._start(self._comm.Irecv, tensor, peer, tag, self._mpi.Status())
 
-    def _start(self, start: Any, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+    def _start(self, start: Any, tensor: torch.Tensor, peer: int, tag: int, status: Any = None) -> Transfer:
         if self.aborted.is_set():
             raise PeerError(peer, "communication was given up on this rank")
         data = tensor.view(torch.uint8)
         # mpi4py takes a host tensor's bytes fastest as an array, a device's by their own interface.
         place: Any = data if tensor.is_cuda else data.numpy()
         parts = [place[at : at + _MAX_MESSAGE_BYTES] for at in range(0, len(data), _MAX_MESSAGE_BYTES)]
-        return MpiTransfer(self, [start([part, self._mpi.BYTE], peer, tag) for part in parts], tensor, peer)
+        return MpiTransfer(self, [start([part, self._mpi.BYTE], peer, tag) for part in parts], tensor, peer, status)
 
     def abort(self) -> None:
         self.aborted.set()
 
     def close(self) -> None:
         self._comm.Free()
+
+
+def calls_and_tags(max_tag: int) -> tuple[int, int]:
+    """How many of a group's operations, and how many tags, an MPI can tell apart whose tags end there: at 32,767 or above."""
+    num_calls = min(Relay.num_calls, (max_tag + 1) >> 15)
+    return num_calls, (max_tag + 1) // num_calls
 
 
 def ask_open_mpi(library: str) -> Callable[[Vendor], bool | None]:

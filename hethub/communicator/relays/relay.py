@@ -14,6 +14,16 @@ from hethub.kernels.device import Device
 
 CLOSED = "connection closed: that rank destroyed its process group, or its process ended"
 
+OTHER_CALL = (
+    "that rank is in another operation of the group: it has refused one that this rank has begun, or the other way round, or"
+    " their calls differ in name, type, size or root (HETHUB_DEBUG=1 says in which)"
+)
+
+
+def misfit(num_bytes: int, num_expected: int) -> str:
+    """Why a message of that size is of no use to its receiver."""
+    return f"has sent {num_bytes} bytes, and {num_expected} were expected: the two ranks' tensors do not fit each other"
+
 
 class PeerError(Exception):
     """A transfer with `peer` failed; becomes RunFailed where operation and group are known."""
@@ -60,7 +70,10 @@ class Relay(ABC):
     """Carries messages between this rank and any other rank of the world (ranks are the world's)."""
 
     name: str
-    max_tag = 2**31 - 1
+    num_tags = 1 << 19
+    """Tags begin at 0. Above them stands what tells a group's operations apart, modulo `num_calls`: a message of another
+    operation than its receiver's is never taken for one of this."""
+    num_calls = 1 << 12
     takes_device_memory = False
     """Whether `send` and `receive` take tensors of a device, whose work on them is done."""
     device = Device(vendor="cpu")

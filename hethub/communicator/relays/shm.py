@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hethub.communicator.relays.relay import CLOSED, Incoming, Outgoing, PeerError, Relay, Transfer
+from hethub.communicator.relays.relay import CLOSED, OTHER_CALL, Incoming, Outgoing, PeerError, Relay, Transfer, misfit
 from hethub.kernels.device import Device
 
 _BELL = struct.Struct("=BQQQ")
@@ -30,6 +30,7 @@ _DATA, _FREE, _BLOCK, _INLINE = 1, 2, 3, 4
 _INLINE_BYTES = 4096
 """Messages up to this size ride with the bell: no block, and nothing to give back."""
 _SMALLEST_BLOCK_BYTES = 64 << 10
+_NUM_TAGS = 1 << 31
 _MAX_QUEUED = 1 << 16
 _RETRY_SECONDS = 1e-3
 Found = TypeVar("Found")
@@ -86,7 +87,7 @@ class ShmLink:
         self._own_blocks: dict[int, Block] = {}
         self._free: dict[int, list[Block]] = defaultdict(list)
         self._peer_blocks: dict[int, Block] = {}
-        self._arrived: dict[tuple[int, int], tuple[Block | Carried, int]] = {}
+        self._arrived: dict[tuple[int, int], tuple[Block | Carried, int, int]] = {}
         self._num_expected: dict[int, int] = defaultdict(int)
         self._num_arrived: dict[int, int] = defaultdict(int)
         self._news = threading.Condition(threading.RLock())
@@ -132,14 +133,15 @@ class ShmLink:
                 self._free[block.memory.numel()].append(block)
 
     def expect(self, tag: int) -> int:
-        """The number, among all messages with `tag`, of the next one not yet expected."""
+        """The number, among all messages with `tag` in whatever call, of the next one not yet expected."""
+        tag %= _NUM_TAGS
         with self._news:
             self._num_expected[tag] += 1
             return self._num_expected[tag]
 
-    def take(self, tag: int, number: int) -> tuple[Block | Carried, int]:
-        """That message, as its block and its size in bytes; blocks until it is there."""
-        return self.until(lambda: self._arrived.pop((tag, number), None))
+    def take(self, tag: int, number: int) -> tuple[Block | Carried, int, int]:
+        """That message, as its block, its size in bytes and its tag with its call; blocks until it is there."""
+        return self.until(lambda: self._arrived.pop((tag % _NUM_TAGS, number), None))
 
     def until(self, found: Callable[[], Found | None]) -> Found:
         """What `found` gives once the peer has told what it waits for.
@@ -280,8 +282,9 @@ class ShmLink:
         with self._news:
             if kind in (_DATA, _INLINE):
                 place = self._peer_blocks[number] if kind == _DATA else Carried(bell[_BELL.size :])
-                self._num_arrived[tag] += 1
-                self._arrived[tag, self._num_arrived[tag]] = (place, num_bytes)
+                expected = tag % _NUM_TAGS
+                self._num_arrived[expected] += 1
+                self._arrived[expected, self._num_arrived[expected]] = (place, num_bytes, tag)
             elif kind == _FREE:
                 self._own_blocks[number].num_read += 1
                 self.release(self._own_blocks[number])
@@ -313,12 +316,11 @@ class Borrowed:
         self._dtype = dtype
 
     def wait(self) -> torch.Tensor:
-        self._block, num_bytes = self._link.take(self._tag, self._number)
+        self._block, num_bytes, tag = self._link.take(self._tag, self._number)
         if num_bytes != self._num_bytes:  # torch would copy one element to many
-            raise PeerError(
-                self._link.peer,
-                f"has sent {num_bytes} bytes, and {self._num_bytes} were expected: the two ranks' tensors do not fit each other",
-            )
+            raise PeerError(self._link.peer, misfit(num_bytes, self._num_bytes))
+        if tag != self._tag:
+            raise PeerError(self._link.peer, OTHER_CALL)
         return self._block.view(num_bytes, self._dtype)
 
     def release(self) -> None:
@@ -357,6 +359,7 @@ class ShmRelay(Relay):
     """Any message to a rank of the same host."""
 
     name = "shm"
+    num_tags, num_calls = _NUM_TAGS, 1 << 32
 
     def __init__(self, links: dict[int, ShmLink]) -> None:
         self._links = links

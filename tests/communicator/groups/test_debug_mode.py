@@ -80,7 +80,7 @@ def test_a_difference_is_seen_behind_what_is_said():
     """Sizes of as many ranks are not all said: those of the last ones alone may differ."""
     sizes, others = [1_000_000] * 100, [*[1_000_000] * 98, 999_999, 1_000_001]
     told = [
-        debug.describe("all_gather_by_ranges", 123_456, [], debug.range_words(from_sizes(each)), alike=False)
+        debug.describe("all_gather_by_ranges", 123_456, [], debug.range_words(from_sizes(each)))
         for each in (sizes, others)
     ]
     assert told[0] != told[1]

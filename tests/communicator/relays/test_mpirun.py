@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +26,10 @@ spec = importlib.util.spec_from_file_location("sockets", {str(SOCKETS)!r})
 sockets = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sockets)
 mpi._MAX_MESSAGE_BYTES = 100_000  # an MPI count ends at 2 GiB; a message above the limit is cut
-def start(relay, begin, tensor, peer, tag, inner=mpi.MpiRelay._start):
+mpi.calls_and_tags = lambda max_tag, inner=mpi.calls_and_tags: inner(32_767)
+def start(relay, begin, tensor, peer, tag, *status, inner=mpi.MpiRelay._start):
     assert tag <= 32_767, f"tag {{tag}} is above what every MPI takes"
-    return inner(relay, begin, tensor, peer, tag)
+    return inner(relay, begin, tensor, peer, tag, *status)
 mpi.MpiRelay._start = start
 world = connect(rendezvous(launch_info()), islands=[[0, 2], [1]], relay=sys.argv[1], staged_ranks=[1])
 tensor = torch.arange(200_000, dtype=torch.float64) * (world.rank + 1)
@@ -77,3 +79,38 @@ def test_bridged_all_reduce_under_mpirun(relay):
 def test_ranks_of_mpirun_on_one_host_listen_on_loopback_only(relay):
     _, listening = reduced(relay)
     assert listening == [["127.0.0.1"]] * 3
+
+
+UNLIKE = """
+import sys, torch, torch.distributed as dist
+from hethub.runtime.launch.launcher_environment import launch_info
+from hethub.runtime.launch.rendezvous import rendezvous
+from hethub.communicator import connect
+world = connect(rendezvous(launch_info()), islands=[[0], [1]], relay="mpi", timeout_seconds=5)
+own = torch.ones(8)
+try:
+    if sys.argv[1] == "refused alone":
+        if world.rank == 0:
+            try:
+                dist.all_reduce(torch.zeros(1).expand(8))
+            except ValueError:
+                own.fill_(10)
+        dist.all_reduce(own)
+    else:
+        rows = ([4, 4], [4, 4]) if world.rank == 0 else ([6, 4], [4, 4])
+        dist.all_to_all_single(torch.zeros(sum(rows[0])), own, *rows)
+    said = "nothing"
+except RuntimeError as error:
+    said = str(error)
+print(f"rank {world.rank} says {said}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "why"), [("refused alone", "no answer within 5 s"), ("short", "has sent 16 bytes, and 24 were")]
+)
+def test_what_is_no_part_of_an_operation_is_not_taken_for_it_by_mpi(what, why):
+    said = mpirun(UNLIKE, what, size=2).stdout
+    assert "rank 1 says nothing" not in said
+    assert what == "short" or "rank 0 says all_reduce in group" in said  # of the other rank 0 may have its result
+    assert re.search(rf"rank 1 says all_\w+ in group .* on rank 1 with rank 0: .*{why}", said)

@@ -15,7 +15,7 @@ from hethub.communicator.relays import choice
 from hethub.communicator.relays.choice import Carriers, RelayChoice, faster_by_size
 from hethub.communicator.relays.connection import Connector
 from hethub.communicator.relays.gloo import Striped, gloo_reason
-from hethub.communicator.relays.mpi import MpiRelay, ask_open_mpi, is_gpu_aware
+from hethub.communicator.relays.mpi import MpiRelay, ask_open_mpi, calls_and_tags, is_gpu_aware
 from hethub.communicator.relays.relay import PeerError
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
@@ -164,9 +164,9 @@ def test_a_relay_that_takes_device_memory_gets_it(islands):
 
 @pytest.mark.parametrize("arrives", [False, True])
 def test_memory_that_mpi_may_still_write_to_is_held(arrives):
-    request = SimpleNamespace(Test=lambda: arrives)
+    request, status = SimpleNamespace(Test=lambda status: arrives), SimpleNamespace(count=16)
     comm = SimpleNamespace(Get_attr=lambda _: 1 << 20, Irecv=lambda *_: request)
-    relay = MpiRelay(SimpleNamespace(TAG_UB=0, BYTE=0), comm, timeout_seconds=0.01)
+    relay = MpiRelay(SimpleNamespace(TAG_UB=0, BYTE=0, Status=lambda: status), comm, timeout_seconds=0.01)
     tensor = torch.empty(4)
     held, transfer = weakref.ref(tensor), relay.receive(tensor, 1, 5)
     if arrives:
@@ -204,12 +204,14 @@ def test_a_message_in_stripes_is_waited_for_whole():
 
 
 def links(number):
-    relays = {0: Carriers(((0, "mpi"),), {"mpi": SimpleNamespace(name="mpi", max_tag=32_767)})}
+    relays = {0: Carriers(((0, "mpi"),), {"mpi": SimpleNamespace(name="mpi", num_tags=calls_and_tags(32_767)[1])})}
     return Links(relays=relays, members=[0], number=number, label="the group", near=frozenset([0]), counters=Counters())
 
 
 def test_groups_that_a_relay_does_not_know_apart_are_refused():
     links(4_095)
-    with pytest.raises(BadInput, match=r"relay mpi tells at most 4,095 groups .* end at 32,767, but .* choose another"):
+    with pytest.raises(
+        BadInput, match=r"relay mpi tells at most 4,095 groups .* has 32,768 tags, but .* choose another"
+    ):
         links(4_096)
     assert max(map(message_stage, range(10_000))) == 32_767

@@ -288,7 +288,7 @@ def linked() -> tuple[ShmLink, ShmLink]:
 def test_blocks_are_unpinned_before_their_memory_goes() -> None:
     near, far = linked()
     near.send(torch.ones(100_000), 7)
-    block, _ = far.take(7, far.expect(7))
+    block, *_ = far.take(7, far.expect(7))
     assert bool((block.view(400_000, torch.float32) == 1).all())
     assert len(Pinning.pinned) == 2  # each side maps it
     near.close()
@@ -301,7 +301,7 @@ def test_what_a_peer_sent_before_it_left_is_read_though_it_left_bells_unread() -
     far.send(torch.arange(10.0), 7)
     near.send(torch.ones(10), 8)
     far.close()
-    carried, num_bytes = near.take(7, near.expect(7))
+    carried, num_bytes, _ = near.take(7, near.expect(7))
     assert carried.view(num_bytes, torch.float32).tolist() == list(range(10))
     with pytest.raises(PeerError, match="connection closed"):
         near.take(7, near.expect(7))
