@@ -15,6 +15,7 @@ from hethub.predictor.calibration.validation.goals import THIS_TABLE, FamilyOut
 from hethub.report.explanation import print_alone, print_explanation
 from hethub.runtime.console import make_console, make_table
 from hethub.spec.accelerator import AcceleratorSpec
+from hethub.spec.base import show_gib
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.model import TRAINED, ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec
@@ -219,8 +220,8 @@ def memory_table(prediction: Prediction) -> Table:
         table.add_row(
             show_ranks(ranks),
             accelerator,
-            f"{needed / GIB:.2f}",
-            f"{limit / GIB:.2f}",
+            show_gib(needed),
+            show_gib(limit),
             parts,
             host,
             end_section=True,

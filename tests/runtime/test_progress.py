@@ -10,6 +10,7 @@ from hethub.runtime.data.tokenise import _shown
 from hethub.runtime.loop.display import TrainingDisplay, describe
 from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.progress import ProgressDisplay, counted
+from hethub.spec.base import show_gib
 
 
 @pytest.mark.parametrize(("shows", "printed"), [(True, "first\nsaid\n"), (False, "")])
@@ -57,6 +58,18 @@ def test_steps_of_milliseconds_are_told_apart():
     """Emulated 4.53 ms beside as many predicted stood as `0.004 s (predicted 0.005)`."""
     line = describe(replace(metrics(3), step_seconds=0.00449, predicted_step_seconds=0.00453), 10, 4)
     assert "  0.00449 s (predicted 0.00453)  " in line
+
+
+def test_a_few_bytes_are_not_none():
+    """`tensors 0.00 GiB` stood behind every step of a small module."""
+    assert describe(replace(metrics(3), memory_bytes=20_772), 10, 4).endswith("tensors 1.9e-05 GiB")
+    assert [show_gib(size) for size in (0, 2**20, 2**27, 2**30, 1.5 * 2**40)] == [
+        "0.00",
+        "0.00098",
+        "0.12",
+        "1.00",
+        "1536.00",
+    ]
 
 
 def metrics(step):
