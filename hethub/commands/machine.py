@@ -112,7 +112,7 @@ def _check_trainable(job: "Job", cluster: "ClusterSpec | None", given: Path | No
     job's, are not there or are for another job."""
     from hethub.predictor.cost.profile import profile_for
     from hethub.spec.job import load_plan_of
-    from hethub.spec.layout.bind import bind_file
+    from hethub.spec.layout.state import bind_file
     from hethub.spec.program import check_plannable, load_program_plan
 
     file, is_program = given or job.plan_path, is_program_job(job, given)

@@ -34,7 +34,7 @@ from hethub.commands.program import (
     predict_program_job,
     refuse_with_programs,
 )
-from hethub.spec.errors import BadInput, asked_by
+from hethub.spec.errors import BadInput, asked_by, suggest
 
 if TYPE_CHECKING:
     from hethub.planner import HomogeneousPart
@@ -92,7 +92,7 @@ def plan(options: argparse.Namespace) -> None:
     from hethub.predictor.predict import with_staging
     from hethub.report.explanation import save_alone
     from hethub.report.tables import not_trained, print_plan
-    from hethub.spec.job import load_job
+    from hethub.spec.job import STRATEGIES, load_job
     from hethub.spec.layout.bind import bind
     from hethub.spec.plan import save_plan
 
@@ -105,6 +105,8 @@ def plan(options: argparse.Namespace) -> None:
         print("--robust: every plan is chosen so now; the option can be left out.", file=sys.stderr)
     job = load_job(options.job, options.set)
     refuse_overwriting(options.out, *job.files, options.profile, options.calibrate)
+    if options.strategy not in (None, *STRATEGIES):
+        raise BadInput(f"--strategy '{options.strategy}' is not known; {suggest(options.strategy, STRATEGIES)}")
     strategy = strategy_of(job) if options.strategy is None else options.strategy
     if is_program_job(job, strategy=options.strategy):
         return plan_program_job(options, job)
@@ -157,7 +159,7 @@ def predict(options: argparse.Namespace) -> None:
     from hethub.predictor.cost.software import hethub_software
     from hethub.predictor.predict import with_staging
     from hethub.spec.job import load_job
-    from hethub.spec.layout.bind import bind_file
+    from hethub.spec.layout.state import bind_file
     from hethub.spec.plan import load_plan
     from hethub.spec.program import is_program_plan
 
@@ -301,7 +303,7 @@ def diff(options: argparse.Namespace) -> None:
     from hethub.report.diff import diff as compare
     from hethub.report.diff import print_diff, side_of_layout, side_of_program
     from hethub.spec.job import load_job
-    from hethub.spec.layout.bind import bind_file
+    from hethub.spec.layout.state import bind_file
     from hethub.spec.plan import load_plan
     from hethub.spec.program import is_program_plan, load_program_plan
 

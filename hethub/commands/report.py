@@ -52,7 +52,7 @@ def report(options: argparse.Namespace) -> None:
     from hethub.report.html import report_run, write_page
     from hethub.report.program import report_program_run, write_program_page
     from hethub.runtime.run_folder import FILES
-    from hethub.spec.layout.bind import bind_file
+    from hethub.spec.layout.state import bind_file
     from hethub.spec.plan import load_plan
     from hethub.spec.program import is_program_plan, load_program_plan
 

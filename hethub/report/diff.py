@@ -10,9 +10,9 @@ from hethub.predictor.cost.profile import ProfileSpec, assumed_speeds
 from hethub.predictor.cost.software import hethub_software
 from hethub.predictor.memory.ranks import shortage
 from hethub.report.program import NO_ROOM
-from hethub.report.tables import GIB, assumed_sentence
+from hethub.report.tables import assumed_sentence
 from hethub.runtime.console import make_console, make_table
-from hethub.spec.base import Spec
+from hethub.spec.base import Spec, show_gib
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 from hethub.spec.program import ProgramFor, ProgramPlanSpec, module_rows, prediction_of, show_ratios
@@ -127,8 +127,7 @@ def print_diff(result: PlanDiff) -> None:
     parts = {part: seconds for part, seconds in result.parts().items() if abs(seconds) > 1e-6 * first}
     if parts and not result.unlike_models:
         console.print(f"of which {', '.join(f'{part} {seconds:+.4g} s' for part, seconds in parts.items())}")
-    one, two = (size / GIB for size in result.memory_bytes)
-    console.print(f"the fullest rank needs {one:.2f} and {two:.2f} GiB")
+    console.print(f"the fullest rank needs {' and '.join(map(show_gib, result.memory_bytes))} GiB")
     for which, short in zip(("first", "second"), result.short, strict=True):
         if short is not None:
             console.print(f"the {which} does not fit: {short}")

@@ -22,7 +22,8 @@ from hethub.runtime.run_folder import RunFolder
 from hethub.spec.cluster import load_cluster
 from hethub.spec.documents import read_json
 from hethub.spec.errors import BadInput
-from hethub.spec.layout.bind import Layout, bind_file
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.state import bind_file
 from hethub.spec.lookup import load_model
 from hethub.spec.plan import PlannedFor, load_plan
 from hethub.spec.schedule.actions import COMPUTE, UPDATE

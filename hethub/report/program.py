@@ -9,10 +9,11 @@ from typing import Any
 from hethub.predictor.cost.profile import assumed_speeds
 from hethub.report.drawing import losses
 from hethub.report.page import html_table, section, write_html
-from hethub.report.tables import GIB, assumed_sentence
+from hethub.report.tables import assumed_sentence
 from hethub.report.watching import settled_seconds
 from hethub.runtime.console import make_console, make_table
 from hethub.runtime.run_folder import RunFolder
+from hethub.spec.base import show_gib
 from hethub.spec.cluster import load_cluster
 from hethub.spec.program import (
     ProgramFor,
@@ -65,8 +66,8 @@ def _lines(program: ProgramSpec, prediction: Mapping[str, Any]) -> list[str]:
         *(f"{name}: {show_ratios(parts)}" for name, parts in program.ratios.items()),
         *program_notes(program),
         f"{prediction['samples_per_second']:,.1f} samples/s" + ("" if tokens is None else f", {tokens:,.0f} tokens/s"),
-        f"memory: rank {fullest['rank']} ({fullest['accelerator']}) is fullest with {fullest['bytes'] / GIB:.2f} of "
-        f"{fullest['limit'] / GIB:.2f} GiB",
+        f"memory: rank {fullest['rank']} ({fullest['accelerator']}) is fullest with {show_gib(fullest['bytes'])} of "
+        f"{show_gib(fullest['limit'])} GiB",
         "fits" if prediction["fits"] else f"does not fit: {NO_ROOM}",
     ]
 
@@ -88,7 +89,7 @@ def write_program_page(
         beside = f"{median(own):.4g} s, {median(own) / program.predicted_seconds:.2f} of the prediction"
         about.append([f"measured (median of the {len(own)} steps under this plan)", beside])
     memory = [
-        [str(row["rank"]), row["accelerator"], f"{row['bytes'] / GIB:.3f}", f"{row['limit'] / GIB:.3f}"]
+        [str(row["rank"]), row["accelerator"], show_gib(row["bytes"]), show_gib(row["limit"])]
         for row in prediction["memory"]
     ]
     ratios = [[name, show_ratios(own)] for name, own in program.ratios.items()]

@@ -15,6 +15,7 @@ from hethub.predictor.calibration.validation.goals import THIS_TABLE, FamilyOut
 from hethub.report.explanation import print_alone, print_explanation
 from hethub.runtime.console import make_console, make_table
 from hethub.spec.accelerator import AcceleratorSpec
+from hethub.spec.base import show_gib
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.model import TRAINED, ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec
@@ -209,29 +210,23 @@ def _parts(prediction: Prediction) -> str:
 
 
 def memory_table(prediction: Prediction) -> Table:
-    """Peak memory by rank, part by part, and what lies in host memory; ranks that need the same are one row."""
+    """Peak memory by rank, part by part, and what lies in host memory; ranks that need the same, as it is
+    shown, are one row."""
     table = make_table("ranks", "accelerator", "needs GiB", "of GiB", "which is", "in host memory")
-    rows: dict[tuple[Any, ...], list[int]] = {}
+    rows: dict[tuple[str, ...], list[int]] = {}
     for entry in prediction.memory:
         parts, host = _lines(entry.parts), _lines(entry.host_parts)
-        rows.setdefault((entry.accelerator, entry.bytes, entry.limit, parts, host), []).append(entry.rank)
-    for (accelerator, needed, limit, parts, host), ranks in rows.items():
-        table.add_row(
-            show_ranks(ranks),
-            accelerator,
-            f"{needed / GIB:.2f}",
-            f"{limit / GIB:.2f}",
-            parts,
-            host,
-            end_section=True,
-        )
+        shown = (entry.accelerator, show_gib(entry.bytes), show_gib(entry.limit), parts, host)
+        rows.setdefault(shown, []).append(entry.rank)
+    for row, ranks in rows.items():
+        table.add_row(show_ranks(ranks), *row, end_section=True)
     return table
 
 
 def _lines(parts: Mapping[str, int]) -> str:
     """A line for each part that takes anything, largest first."""
     ordered = sorted(parts.items(), key=lambda part: -part[1])
-    return "\n".join(f"{name} {size / GIB:.3f}" for name, size in ordered if size)
+    return "\n".join(f"{name} {size / GIB:.3g}" for name, size in ordered if size)
 
 
 def print_findings(findings: Sequence[Any]) -> None:

@@ -74,8 +74,9 @@ _MISPLACED = "is yes or no (so YAML reads yes, no, on, off, true and false), and
 
 def _instead(annotation: Any) -> str:
     """What to give where a boolean is none."""
-    *others, last = [f"'{word}'" for word in _words_of(annotation)] or [""]
-    return f"give {', '.join(others)} or {last}" if others else "give a number, or put the word in quotes"
+    if words := [f"'{word}'" for word in _words_of(annotation)]:
+        return f"give {' or '.join([', '.join(words[:-1]), words[-1]] if words[1:] else words)}"
+    return "put the word in quotes" if _mentions(annotation, str) else "give a number"
 
 
 def _words_of(annotation: Any) -> list[str]:
@@ -142,6 +143,12 @@ def describe(value: Any) -> str:
     """A short quotation of a wrong value."""
     text = repr(value).lower() if isinstance(value, bool) else repr(value)  # as YAML writes it
     return "nothing" if value is None else text if len(text) <= 80 else text[:77] + "..."
+
+
+def show_gib(num_bytes: float) -> str:
+    """Bytes in GiB, with two digits however few they are: 0.00 would say that nothing is there."""
+    gib = num_bytes / 2**30
+    return f"{gib:.2f}" if gib >= 0.1 or not gib else f"{gib:.2g}"
 
 
 def form_of(value: Any) -> str:

@@ -195,6 +195,7 @@ def _told(error: yaml.YAMLError, text: str, name: str, what: str) -> str:
 _REMEDIES = {
     "mapping values are not allowed": " Begin the keys of one mapping in the same column, and quote a text that holds `: `.",
     "but found another document": " Keep one, without the line `---`.",
+    "could not determine a constructor": " Take the tag (`!…`) out: files hold plain values.",
 }
 
 

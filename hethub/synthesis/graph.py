@@ -80,10 +80,17 @@ class Operator:
 
     def call(self, tensors: list[torch.Tensor], args: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
         """The operator's outputs for these inputs, one entry per output."""
-        given = replaced(self.args if args is None else args, Ref, lambda ref: tensors[ref.index])
+
+        def filled(given: Any) -> Any:
+            if isinstance(given, Ref):
+                return tensors[given.index]
+            return replaced(given, Ref, filled) if isinstance(given, (list, tuple)) else given
+
         # A piece that was moved may lie in memory in another order than on one device, where a view sufficed.
         target = overload("aten.reshape.default") if self.key in VIEW_KEYS else self.target
-        result = target(*given, **replaced(dict(self.kwargs), Ref, lambda ref: tensors[ref.index]))
+        result = target(
+            *map(filled, self.args if args is None else args), **{k: filled(v) for k, v in self.kwargs.items()}
+        )
         return tuple(result) if self.has_many_outputs else (result,)
 
 

@@ -1,6 +1,8 @@
 """A program bound to its graph for one number of samples: what every rank's part follows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from hethub.spec.errors import BadInput
 from hethub.synthesis.costs import Move, Shares
@@ -64,6 +66,12 @@ class Layout:
                 bring(gradient, program.kept[name])
         for tensor in graph.results:
             bring(tensor, WHOLE)
+
+    @cached_property
+    def shared(self) -> list[Sequence[int]]:
+        """By operator, the ranks' shares of its work; empty where every rank does all of it."""
+        axes = (self.rules.axis_of(number, rule) for number, rule in enumerate(self.chosen))
+        return [() if axis is None else self.shares[axis] for axis in axes]
 
     def of(self, tensor: int, state: State) -> tuple[int, ...]:
         """The ranks' shares of the axis that a tensor is cut along in `state`."""

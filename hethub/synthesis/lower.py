@@ -16,6 +16,8 @@ from hethub.synthesis.pieces import Exchange, Summing, bounds, piece, run_piece
 from hethub.synthesis.program import Program, runs_beside
 from hethub.synthesis.rules import WHOLE, Cut, State
 
+Held = defaultdict[int, dict[State, torch.Tensor]]  # by tensor, what a rank has of it in each state
+
 
 def digest(values: Iterable[tuple[object, torch.Tensor]]) -> int:
     """A number that differs where the names, shapes or bits of tensors do."""
@@ -66,7 +68,7 @@ class Step:
         )  # fmt: skip
         self._planned = Layout.planned(graph, program)
         self._layouts = {graph.samples: self._planned}  # by the number of samples
-        self._lasts = {tensor: numbers[-1] for tensor, numbers in graph.consumers.items()}
+        self._released = [self._read_last(number) for number in range(len(graph.operators))]
         self.peak_bytes: int | None = None  # of the first step's living storages, two moments per weight among them
         self._take(module)
 
@@ -149,24 +151,26 @@ class Step:
             )  # fmt: skip
         held, laid = self._start(inputs), self._layout(inputs)
         gradients: dict[str, Summing] = {}
-        for number, operator in enumerate(laid.graph.operators):
-            rule = laid.chosen[number]
+        for number, (operator, rule, shares) in enumerate(
+            zip(laid.graph.operators, laid.chosen, laid.shared, strict=True)
+        ):
             tensors = [self._bring(held, laid, t, s) for t, s in zip(operator.inputs, rule.inputs, strict=True)]
-            axis = laid.rules.axis_of(number, rule)
-            shares = (1,) * self._exchange.size if axis is None else laid.shares[axis]
             made = [laid.graph.tensors[tensor] for tensor in operator.made]
             results = run_piece(
                 operator, rule, tensors, [t.shape for t in made], [t.dtype for t in made],
-                shares[self._exchange.rank], 1 if axis is None else sum(shares),
+                shares[self._exchange.rank] if shares else 1, sum(shares) or 1,
             )  # fmt: skip
-            held.update(zip(zip(operator.made, rule.outputs, strict=True), results, strict=True))
+            for tensor, state, result in zip(operator.made, rule.outputs, results, strict=True):
+                held[tensor][state] = result
             del tensors, results
             for tensor in operator.made:
                 for name in self._graph.parameter_of_gradient.get(tensor, ()):
                     gradients[name] = self._sum(held, laid, tensor, name, list(gradients.values()))
             if counts:
-                self._count([*held.values(), *(t for own in gradients.values() for t in own.tensors)])
-            self._release(held, number)
+                alive = [value for own in held.values() for value in own.values()]
+                self._count([*alive, *(t for own in gradients.values() for t in own.tensors)])
+            for tensor in self._released[number]:
+                held.pop(tensor, None)
         whole = {tensor: self._bring(held, laid, tensor, WHOLE) for tensor in self._graph.results}
         return whole, {name: own.result() for name, own in gradients.items()}
 
@@ -176,7 +180,7 @@ class Step:
             self._layouts[samples] = self._planned.at(samples, self._program)
         return self._layouts[samples]
 
-    def _start(self, inputs: tuple[torch.Tensor, ...]) -> dict[tuple[int, State], torch.Tensor]:
+    def _start(self, inputs: tuple[torch.Tensor, ...]) -> Held:
         graph = self._layout(inputs).graph
         wanted = [graph.tensors[tensor] for tensor in graph.inputs]
         given = [(tuple(value.shape), value.dtype) for value in inputs]
@@ -185,18 +189,15 @@ class Step:
                 f"the step was made for inputs {[(t.shape, str(t.dtype)) for t in wanted]}; it got"
                 f" {[(shape, str(dtype)) for shape, dtype in given]}. Plan again for these."
             )
-        held: dict[tuple[int, State], torch.Tensor] = {
-            (tensor, WHOLE): value for tensor, value in self._buffers.items()
-        }
-        held.update({(tensor, WHOLE): value for tensor, value in zip(graph.inputs, inputs, strict=True)})
+        held: Held = defaultdict(dict)
+        for tensor, value in (*self._buffers.items(), *zip(graph.inputs, inputs, strict=True)):
+            held[tensor][WHOLE] = value
         for name, tensor in graph.parameters.items():
-            held[tensor, self._program.kept[name]] = self._shards[name].detach()
+            held[tensor][self._program.kept[name]] = self._shards[name].detach()
         return held
 
-    def _bring(
-        self, held: dict[tuple[int, State], torch.Tensor], laid: Layout, tensor: int, state: State
-    ) -> torch.Tensor:
-        if (tensor, state) not in held:
+    def _bring(self, held: Held, laid: Layout, tensor: int, state: State) -> torch.Tensor:
+        if state not in held[tensor]:
             move = laid.moves[tensor, state]
             source = self._bring(held, laid, tensor, move.source)
             shape, before, after = (
@@ -204,30 +205,27 @@ class Step:
                 laid.of(tensor, move.source),
                 laid.of(tensor, state),
             )
-            held[tensor, state] = self._exchange.move(move, source, shape, before, after)
-        return held[tensor, state]
+            held[tensor][state] = self._exchange.move(move, source, shape, before, after)
+        return held[tensor][state]
 
-    def _sum(
-        self, held: dict[tuple[int, State], torch.Tensor], laid: Layout, tensor: int, name: str, before: list[Summing]
-    ) -> Summing:
+    def _sum(self, held: Held, laid: Layout, tensor: int, name: str, before: list[Summing]) -> Summing:
         """A gradient on its way into the state that its parameter is kept in, beside what is computed where no operator
         waits for it. A scattered sum holds the whole gradient until it is done, so there is one at a time."""
         state = self._program.kept[name]
         move = laid.moves.get((tensor, state))
-        if (tensor, state) in held or move is None or not runs_beside(self._graph, move):
+        if state in held[tensor] or move is None or not runs_beside(self._graph, move):
             return Summing([self._bring(held, laid, tensor, state)])
         if isinstance(state, Cut):
             for earlier in before:
                 if earlier.is_scattered:
                     earlier.result()
-        return self._exchange.start(held[tensor, move.source], state, laid.of(tensor, state))
+        return self._exchange.start(held[tensor][move.source], state, laid.of(tensor, state))
 
-    def _release(self, held: dict[tuple[int, State], torch.Tensor], number: int) -> None:
-        operator = self._graph.operators[number]
-        for tensor in dict.fromkeys((*operator.inputs, *operator.made)):
-            if self._lasts.get(tensor, -1) <= number and tensor not in self._graph.results:
-                for key in [key for key in held if key[0] == tensor]:
-                    del held[key]
+    def _read_last(self, number: int) -> list[int]:
+        """The tensors that no operator behind this one reads."""
+        operator, consumers = self._graph.operators[number], self._graph.consumers
+        lasts = {tensor: consumers.get(tensor, [-1])[-1] for tensor in (*operator.inputs, *operator.made)}
+        return [tensor for tensor, last in lasts.items() if last <= number and tensor not in self._graph.results]
 
     def _count(self, held: list[torch.Tensor]) -> None:
         alive = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}

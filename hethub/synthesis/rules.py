@@ -60,7 +60,7 @@ class Rule:
     inputs: tuple[State, ...]
     outputs: tuple[State, ...]  # of the tensors it makes
 
-    @property
+    @cached_property
     def is_cut(self) -> bool:
         """Whether ranks share the work out; where not, every rank does all of it."""
         return any(isinstance(state, Cut) for state in (*self.inputs, *self.outputs))

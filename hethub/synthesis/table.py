@@ -8,12 +8,12 @@ together, which is what uneven cuts need. An operator that is missing here is co
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from hethub.synthesis.graph import Operator, argument_of
+from hethub.synthesis.graph import Operator, argument_of, overload
 
 Shape = tuple[int, ...]
 SUM = "sum"  # in a label: these tensors are partial sums
@@ -347,27 +347,29 @@ def short(operator: Operator) -> str:
     return operator.key.removeprefix("aten.")
 
 
-def _labels(operator: Operator) -> Callable[[Shapes], list[Label]] | None:
-    name = short(operator)
-    is_pointwise = torch.Tag.pointwise in operator.target.tags or name in COPIES
+@cache
+def _labels(key: str) -> Callable[[Shapes], list[Label]] | None:
+    name = key.removeprefix("aten.")
+    is_pointwise = torch.Tag.pointwise in overload(key).tags or name in COPIES
     return LABELS.get(name, pointwise if is_pointwise else None)
 
 
 def takes(operator: Operator, tensor: torch.Tensor) -> bool:
     """Whether an operator is right for a tensor in its order of memory: some of torch's kernels silently take that of one
     device for granted. Those of the table were tried on any."""
-    if short(operator) in ROWS:
+    name = short(operator)
+    if name in ROWS:
         return tensor.shape[-1:] in ((), (1,)) or tensor.stride(-1) == 1
-    if short(operator) in ORDERED:
+    if name in ORDERED:
         return tensor.is_contiguous()
-    return short(operator) in RESHAPES or _labels(operator) is not None
+    return name in RESHAPES or _labels(operator.key) is not None
 
 
 def labels_of(op: Shapes) -> list[Label] | None:
     """The dimensions of an operator that may be cut; None where the table does not know it."""
     if not op.inputs:
         return []
-    found = _labels(op.operator)
+    found = _labels(op.operator.key)
     return None if found is None else [label for label in found(op) if _fits(label, op)]
 
 

@@ -10,7 +10,7 @@ from hethub.cli import run
 from hethub.commands.common import a_number
 from hethub.spec.errors import BadInput
 from tests.support.command import HANG_SECONDS
-from tests.support.job_files import write_job
+from tests.support.job_files import plan, write_job
 from tests.support.privileges import laid_down
 
 
@@ -202,3 +202,24 @@ def test_a_paragraph_and_its_line_end_are_one_write(speaks):
     assert ended.returncode in (1, 2)
     assert written.startswith(b"hethub: ")
     assert written.endswith(b".\n")
+
+
+def test_a_strategy_is_blamed_on_the_option_that_names_it(tmp_path, capsys):
+    """job.yaml was named, where it does not stand."""
+    said = refused(capsys, "plan", write_job(tmp_path), "--strategy", "megatron")
+    assert said.startswith("hethub: --strategy 'megatron' is not known; known: auto, ")
+
+
+def test_state_shares_that_no_rank_can_have_are_refused_as_training_does(tmp_path, capsys):
+    """Only `train` did: a rank of two that cut every matrix holds little more than half of the state."""
+    ranks = [{"ranks": [0, 1], "micro_batch": 2, "samples": 4}, {"ranks": [2, 3], "micro_batch": 2, "samples": 4}]
+    stage = {"layers": [[0, 4]], "replicas": ranks, "zero": 1, "state_shares": {0: 0.8}}
+    job = write_job(tmp_path, plan_file=plan([stage]))
+    file = job.with_name("plan.yaml")
+    for command in (
+        ["predict", job],
+        ["report", file, "--job", job],
+        ["diff", file, file, "--job", job],
+        ["launch", job],
+    ):
+        assert "plan.yaml: stages[0].state_shares: rank 0 is given 0.8" in refused(capsys, *command)

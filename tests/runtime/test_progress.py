@@ -2,14 +2,18 @@
 
 import io
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from hethub.predictor.memory.ranks import RankMemory
+from hethub.report.tables import memory_table
 from hethub.runtime.data.tokenise import _shown
 from hethub.runtime.loop.display import TrainingDisplay, describe
 from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.progress import ProgressDisplay, counted
+from hethub.spec.base import show_gib
 
 
 @pytest.mark.parametrize(("shows", "printed"), [(True, "first\nsaid\n"), (False, "")])
@@ -59,6 +63,18 @@ def test_steps_of_milliseconds_are_told_apart():
     assert "  0.00449 s (predicted 0.00453)  " in line
 
 
+def test_a_few_bytes_are_not_none():
+    """`tensors 0.00 GiB` stood behind every step of a small module."""
+    assert describe(replace(metrics(3), memory_bytes=20_772), 10, 4).endswith("tensors 1.9e-05 GiB")
+    assert [show_gib(size) for size in (0, 2**20, 2**27, 2**30, 1.5 * 2**40)] == [
+        "0.00",
+        "0.00098",
+        "0.12",
+        "1.00",
+        "1536.00",
+    ]
+
+
 def metrics(step):
     return StepMetrics(
         step=step, loss=2.5, tokens=1024, step_seconds=0.5, predicted_step_seconds=0.4, tokens_per_second=2048.0,
@@ -73,3 +89,18 @@ def test_tokenising_prints_a_line_every_tenth_of_the_way(capsys):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 10
     assert lines[0] == "tokenise: 20 of 200 bytes (10 %)"
+
+
+def test_ranks_that_are_shown_alike_are_one_row_of_memory():
+    """Each stage of 64 ranks had seven lines of its own, for differences of a thousandth."""
+    parts = [{"weights": size, "logits": 2**12} for size in (12_235 * 2**20, 12_236 * 2**20, 2**34)]
+    entries = [RankMemory(rank, "A100", sum(own.values()), 2**36, own, 0, {}) for rank, own in enumerate(parts)]
+    table = memory_table(SimpleNamespace(memory=entries))
+    assert [next(iter(column.cells)) for column in table.columns[:5]] == [
+        "0, 1",
+        "A100",
+        "11.95",
+        "64.00",
+        "weights 11.9\nlogits 3.81e-06",
+    ]
+    assert table.row_count == 2

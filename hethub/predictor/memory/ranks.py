@@ -18,6 +18,7 @@ from hethub.predictor.memory.peak import Moment, peak
 from hethub.predictor.memory.shards import Shard
 from hethub.predictor.memory.state import Resident, resident
 from hethub.predictor.memory.surroundings import checkpoint_bytes, pinned, surroundings
+from hethub.spec.base import show_gib
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Assignment, Layout
@@ -102,7 +103,7 @@ def shortage(layout: Layout, used: Sequence[RankMemory], reserve: float) -> str 
     for node, held in overfull_hosts(layout.cluster, used):
         has = "has" if node.host_memory_gb is not None else "is assumed to have, as its accelerators do,"
         return (
-            f"node '{node.name}': its ranks would hold {held / 2**30:.2f} GiB in host memory (what is offloaded, and the copy "
+            f"node '{node.name}': its ranks would hold {show_gib(held)} GiB in host memory (what is offloaded, and the copy "
             f"that a checkpoint is written from), of which it {has} {node.host_memory_bytes / 2**30:g} GiB; offload less on its "
             "stages, or give host_memory_gb as it is."
         )
@@ -112,9 +113,9 @@ def shortage(layout: Layout, used: Sequence[RankMemory], reserve: float) -> str 
     worst = max(over, key=lambda entry: entry.bytes / entry.limit)
     largest = max(worst.parts, key=lambda part: worst.parts[part])
     return (
-        f"rank {worst.rank} ({worst.accelerator}) would need {worst.bytes / 2**30:.2f} GiB of its {worst.limit / 2**30:.2f} GiB, of which "
+        f"rank {worst.rank} ({worst.accelerator}) would need {show_gib(worst.bytes)} GiB of its {show_gib(worst.limit)} GiB, of which "
         f"{100 * reserve:g} % stay free; {len(over)} of {len(layout.assignments)} ranks are over. Most of it is {largest} "
-        f"({worst.parts[largest] / 2**30:.2f} GiB): {_remedies(layout, worst.rank, largest)}."
+        f"({show_gib(worst.parts[largest])} GiB): {_remedies(layout, worst.rank, largest)}."
     )
 
 

@@ -116,8 +116,8 @@ def export(run: Path, to: Path) -> str:
     folder `to`; says which step it was.
 
     Weights are rounded to the precision the run trained in; tokenizer, special tokens, generation config and chat
-    template come from where the run had them. Raises BadInput where there is no whole checkpoint, the tokenizer is gone,
-    or `to` already holds something.
+    template come from where the run had them; after training without `bos` the tokenizer puts none in front. Raises BadInput
+    where there is no whole checkpoint, the tokenizer is gone, or `to` already holds something.
     """
     to = to.resolve()
     return with_newest(run, lambda trained: _export(trained, to))
@@ -141,7 +141,7 @@ def _export(trained: Trained, to: Path) -> str:
             trained.run / "job.yaml",
         )
     dtype = DTYPES[record.precision]
-    write_folder(to, record.model, tensors, dtype, source, end_of_document=trained.end_of_document)
+    write_folder(to, record.model, tensors, dtype, source, end_of_document=trained.end_of_document, bos=trained.bos)
     return f"step {record.step} of {trained.run}"
 
 

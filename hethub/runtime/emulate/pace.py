@@ -20,6 +20,7 @@ from hethub.runtime.emulate.world import EmulatedWorld
 from hethub.runtime.measure.rank_times import RankTimes
 from hethub.runtime.memory.accounting import COUNTED_STEPS
 from hethub.runtime.pace import Pace, StepPace
+from hethub.spec.base import show_gib
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import EmulationSpec
 from hethub.spec.layout.bind import Layout
@@ -154,7 +155,7 @@ class EmulatedPace(Pace):
         if used > self._memory.limit:
             raise RunFailed(
                 f"rank {self.rank} ({self._memory.accelerator}, emulated) is out of memory: it needs {used:,} bytes "
-                f"({used / 2**30:.2f} GiB), the accelerator has {self._memory.limit:,}. Lower micro_batch or in_flight, set "
+                f"({show_gib(used)} GiB), the accelerator has {self._memory.limit:,}. Lower micro_batch or in_flight, set "
                 "recompute: full, or give the stage fewer layers."
             )
         return used

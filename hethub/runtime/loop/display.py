@@ -5,6 +5,7 @@ from rich.progress import MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.progress import ProgressDisplay
+from hethub.spec.base import show_gib
 
 
 class TrainingDisplay(ProgressDisplay):
@@ -49,7 +50,7 @@ def describe(metrics: StepMetrics, last_step: int, num_ranks: int, items: str = 
     return (
         f"step {metrics.step}/{last_step}  loss {show_loss(metrics)}  lr {metrics.lr:.2e}  {norm}  "
         f"{_seconds(metrics.step_seconds)} s{beside}  {rate:,.0f} {items}/s ({rate / num_ranks:,.0f} each){mfu}  "
-        f"tensors {metrics.memory_bytes / 2**30:.2f} GiB"
+        f"tensors {show_gib(metrics.memory_bytes)} GiB"
     )
 
 

@@ -22,8 +22,9 @@ from hethub.runtime.run_folder import FILES, RunFolder, default_run_folder, run_
 from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.spec.errors import BadInput, asked_by
 from hethub.spec.job import Job, JobSpec, load_plan_of
-from hethub.spec.layout.bind import Layout, bind, bind_file
+from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import check_executable
+from hethub.spec.layout.state import bind_file
 from hethub.spec.plan import PlanSpec, load_plan
 from hethub.spec.program import ProgramPlanSpec, is_program_plan
 

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +142,15 @@ def write_folder(
     tokenizer_source: Path | str | None = None,
     *,
     end_of_document: int | None = None,
+    bos: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors shards, the tokenizer's files.
 
     `tensors` yields every tensor of the model once, in any order, in Hugging Face's shape; at most one shard of them
     is held. `tokenizer_source` is a tokenizer.json, the text of one, or a Hugging Face folder, whose special token ids
-    are kept too; else `end_of_document` becomes eos_token_id. What lies beside a tokenizer.json (its config, chat
+    are kept too; else `end_of_document` becomes eos_token_id. Without `bos` it is written so that it puts nothing in front of
+    a text. What lies beside a tokenizer.json (its config, chat
     template, how to generate) comes with it, and is written where it does not. `folder` appears complete or not at
     all. Raises BadInput where it already holds something, cannot be made or the tokenizer is missing, RunFailed where the
     disk fails.
@@ -162,8 +165,10 @@ def write_folder(
     with _appearing(folder) as temporary:
         ids = _token_ids(tokenizer_source, end_of_document)
         config = config_of(model, str(dtype).removeprefix("torch.")) | ids
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _write_json(temporary / "config.json", config)
         _write_tokenizer(tokenizer_source, temporary, ids)
+        if not bos:
+            _take_off_beginning(temporary)
         _write_weights(temporary, model, tensors, dtype, max_shard_bytes)
 
 
@@ -200,6 +205,28 @@ def _write_tokenizer(source: Path | str | None, folder: Path, ids: dict[str, Any
         _write_unless_there(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
 
 
+def _take_off_beginning(folder: Path) -> None:
+    """From the tokenizer, and from what transformers makes of it by its config."""
+    if (tokenizer := folder / "tokenizer.json").is_file():
+        _write_json(tokenizer, _without_beginning(read_json(tokenizer, "tokenizer")))
+        config = folder / "tokenizer_config.json"
+        _write_json(config, {**read_json(config, "tokenizer's config"), "add_bos_token": False})
+
+
+def _without_beginning(content: dict[str, Any]) -> dict[str, Any]:
+    """What a tokenizer.json holds, but that it puts nothing in front of a text: what trains under `bos: false`."""
+
+    def bare(processor: Any) -> Any:
+        if not isinstance(processor, dict):
+            return processor
+        found = {**processor, "processors": [bare(each) for each in processor.get("processors") or []]}
+        for kind in ("single", "pair"):
+            found[kind] = [*dropwhile(lambda piece: "SpecialToken" in piece, processor.get(kind) or [])]
+        return {key: value for key, value in found.items() if key in processor}
+
+    return {**content, "post_processor": bare(content.get("post_processor"))}
+
+
 def _added_tokens(tokenizer: Path) -> list[dict[str, Any]]:
     content = read_json(tokenizer, "tokenizer")
     return content.get("added_tokens") or [] if isinstance(content, dict) else []
@@ -207,7 +234,11 @@ def _added_tokens(tokenizer: Path) -> list[dict[str, Any]]:
 
 def _write_unless_there(path: Path, content: dict[str, Any]) -> None:
     if not path.exists():
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        _write_json(path, content)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_weights(
@@ -230,7 +261,7 @@ def _write_weights(
         (folder / f"{number}.safetensors").rename(folder / file_name)
         weight_map |= dict.fromkeys(names, file_name)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    _write_json(folder / INDEX_FILE, index)
 
 
 def _checked(tensors: Iterable[tuple[str, Tensor]], model: ModelSpec) -> Iterator[tuple[str, Tensor]]:

@@ -244,7 +244,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     model = None if spec.model.startswith(PYTHON) else load_model_of(spec.model, path.parent, source)
     if model is not None and spec.train.seq_len > model.max_seq_len:
         raise BadInput(
-            f"{source.at(('train', 'seq_len'))} is {spec.train.seq_len}, but model '{model.name}' takes at most "
+            f"{source.at(('train', 'seq_len'))} is {describe(spec.train.seq_len)}, but model '{model.name}' takes at most "
             f"{model.max_seq_len} tokens; shorten train.seq_len or choose a model with a larger max_seq_len."
         )
     if (traced := spec.log.profile_steps) is not None and traced[0] > spec.train.steps:

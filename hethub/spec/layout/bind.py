@@ -1,16 +1,14 @@
 """A plan bound to its model and cluster: everything a rank or a simulator derives from it, checked as a whole."""
 
 import copy
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.errors import BadInput, asked_by
+from hethub.spec.errors import BadInput
 from hethub.spec.layout.tensors import RankShares, rank_shares
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import SCHEDULES, PlanSpec, ReplicaSpec, StageSpec
@@ -329,12 +327,6 @@ def bind(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
     _check_shares(layout)
     _ = layout.in_flight
     return layout
-
-
-def bind_file(path: Path | None, plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
-    """As `bind`; errors name the file that the plan stands in, where it does in one."""
-    with nullcontext() if path is None else asked_by(path):
-        return bind(plan, model, cluster)
 
 
 def _check_shares(layout: Layout) -> None:

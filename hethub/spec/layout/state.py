@@ -6,14 +6,19 @@ tensor with its cut dimension first. Shards, reductions, owners and checkpoints 
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
+from pathlib import Path
 
-from hethub.spec.layout.bind import Assignment, Layout
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import asked_by
+from hethub.spec.layout.bind import Assignment, Layout, bind
 from hethub.spec.layout.shares import cut_buckets, owner_fractions
 from hethub.spec.layout.tensors import EMBEDDING, RankShares, TensorInfo, layer_tensors, stage_tensors
-from hethub.spec.plan import StageSpec
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlanSpec, StageSpec
 from hethub.spec.ranges import Range, overlap, refine
 
 BUCKET_ELEMENTS = 4 * 2**20
@@ -310,6 +315,16 @@ class StateMap:
         num_layers = self.layout.stages[first.stage].num_layers
         layer = min(t.unit if t.unit is not None and t.unit < num_layers else 0 for t in tensors)
         return Bucket(first.stage, span, first.info.decays, tuple(pieces), unit, first.chunk, layer)
+
+
+def bind_file(path: Path | None, plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
+    """As `bind`, of a plan that a person may have written, whose state shares must be met, too; errors name the file that it
+    stands in, where it does in one."""
+    with nullcontext() if path is None else asked_by(path):
+        layout = bind(plan, model, cluster)
+        if any(spec.state_shares for spec in layout.stages):
+            _ = StateMap(layout).buckets  # which refuses a rank that holds too little for its share
+        return layout
 
 
 def both_ends_step(layout: Layout) -> bool:

@@ -120,12 +120,15 @@ def test_a_prompt_begins_as_it_does_in_transformers(tmp_path: Path) -> None:
 
 
 def test_a_prompt_begins_as_the_runs_documents_do(tmp_path: Path) -> None:
-    """It began with the tokenizer's token also where `data.bos: false` had left it out of all that was trained on."""
+    """It began with the tokenizer's token also where `data.bos: false` had left it out of all that was trained on; then in
+    the exported folder alone."""
     save_with_beginning(tmp_path / "tokenizer.json")
     (tmp_path / "words.txt").write_text("a b c a b " * 300)
     data = {"source": "text", "path": "words.txt", "tokenizer": "tokenizer.json", "bos": False}
     run = trained(tmp_path, data=data)
     check_refused(ranks(1, "generate", run, "", cwd=tmp_path), "the prompt is empty")
+    _, theirs = exported(run, tmp_path / "hf")
+    assert theirs("a b")["input_ids"] == [1, 2]
 
 
 def test_a_prompt_may_fill_what_the_model_takes(run: Path) -> None:
