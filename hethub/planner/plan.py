@@ -72,23 +72,16 @@ def plan(
     # Under a time limit nothing runs beside the search.
     beside = processes if with_bounds and incumbent.limit_seconds is None else 1
     with homogeneous_parts_beside(problem, beside) as found_alone:
-        best = find(incumbent, strategy)
-        rows = _families(incumbent, strategy) if explain else {}
-        if strategy == "auto":
-            best = incumbent.best  # a family's plan, where explaining found a faster one
-        if best is None:
-            raise BadInput(nothing_fits(incumbent, strategy))
-        fastest, outlooks = best, Outlooks(problem, processes)
+        fastest, rows = _fastest(incumbent, strategy, explain)
+        outlooks = Outlooks(problem, processes)
         best = _steadiest(incumbent, outlooks, fastest) if strategy == "auto" else fastest
         # A search cut short would understate the bound.
         alone = found_alone() if with_bounds and not incumbent.out_of_time else None
-    prediction = best.prediction.beside_makers_alone(makers_alone_tokens_per_second(alone))
-    tokens, outlook = problem.batch.global_batch * problem.batch.seq_len, outlooks.of(best.plan)
     return PlanResult(
         plan=best.plan,
-        prediction=prediction,
+        prediction=best.prediction.beside_makers_alone(makers_alone_tokens_per_second(alone)),
         strategy=strategy,
-        outlook=outlook,
+        outlook=outlooks.of(best.plan),
         best_on_point=_runner_up(fastest, best, outlooks) if fastest.seconds < best.seconds else None,
         runners_up=tuple(_runner_up(own, best, outlooks) for own in _others(incumbent, best, top)),
         not_searched=not_searched(strategy),
@@ -96,12 +89,22 @@ def plan(
         families=tuple(_row(name, evaluation, best) for name, evaluation in rows.items()),
         start_step_seconds=incumbent.start.seconds if incumbent.start else None,
         out_of_time=incumbent.out_of_time,
-        lower_bound_seconds=tokens / prediction.ceiling_tokens_per_second,
         space_bound_seconds=incumbent.space_bound_seconds,
         reasons=tuple(bottlenecks(incumbent, best, processes)) if explain else (),
         candidates=len(incumbent.tried),
         search_seconds=time.perf_counter() - started,
     )
+
+
+def _fastest(incumbent: Incumbent, strategy: str, explain: bool) -> tuple[Evaluation, dict[str, Evaluation | None]]:
+    """The strategy's fastest plan, and where explained every family's. Raises BadInput where none fits."""
+    best = find(incumbent, strategy)
+    rows = _families(incumbent, strategy) if explain else {}
+    if strategy == "auto":
+        best = incumbent.best  # a family's plan, where explaining found a faster one
+    if best is None:
+        raise BadInput(nothing_fits(incumbent, strategy))
+    return best, rows
 
 
 def _families(incumbent: Incumbent, strategy: str) -> dict[str, Evaluation | None]:

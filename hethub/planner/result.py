@@ -94,9 +94,13 @@ class PlanResult:
     families: tuple[FamilyRow, ...]  # where explained
     start_step_seconds: float | None  # the best family's plan, from which `auto` started
     out_of_time: bool
-    lower_bound_seconds: float  # no plan of the space is faster: the ceiling
     space_bound_seconds: float | None  # no plan of a small space is faster: it was searched to its end
     reasons: tuple[Bottleneck, ...]  # where explained
+
+    @property
+    def lower_bound_seconds(self) -> float:
+        """No plan of the space is faster: the ceiling."""
+        return self.plan.global_batch * self.plan.seq_len / self.prediction.ceiling_tokens_per_second
 
     def to_dict(self) -> dict[str, Any]:
         """One JSON object: the prediction's keys beside the planner's."""

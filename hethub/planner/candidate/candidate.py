@@ -98,8 +98,8 @@ PLAIN = Pattern("1f1b")
 
 Where = Sequence[tuple[int, int | None]]  # stages, each with one device type of its replicas or, None, all
 
-# More microbatches in flight than the default that are looked at, by schedule: under others they are no choice.
-EXTRA_IN_FLIGHT: dict[ScheduleName, tuple[int, ...]] = {"1f1b": (1,), "zero_bubble": (1, 2)}
+# What of `extra_in_flight` is looked at, by schedule, the default first: under others it is no choice.
+EXTRA_IN_FLIGHT: dict[ScheduleName, tuple[int, ...]] = {"1f1b": (0, 1), "zero_bubble": (0, 1, 2)}
 
 
 @dataclass(frozen=True)

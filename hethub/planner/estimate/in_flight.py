@@ -65,18 +65,14 @@ def default_in_flight(microstep: np.ndarray) -> np.ndarray:
     return held
 
 
-def slowest_cycle(
-    trips: np.ndarray, microstep: np.ndarray, held: np.ndarray, samples: int, first: np.ndarray
-) -> np.ndarray:
-    """[candidate]: seconds that the slowest critical cycle from its `first` stage on holds `samples` up, and of one
-    microbatch through all: a microbatch's backward in stage s lets the next forward go down to stage t, where it comes
-    before the backward that answers it as many microbatches later as both hold. What is held at once waits for none."""
+def slowest_cycle(trips: np.ndarray, microstep: np.ndarray, held: np.ndarray, samples: int) -> np.ndarray:
+    """[candidate]: seconds that the slowest critical cycle holds `samples` up, and of one microbatch through all: a
+    microbatch's backward in stage s lets the next forward go down to stage t, where it comes before the backward that
+    answers it as many microbatches later as both hold. What is held at once waits for none."""
     behind, beyond = microstep * (held - 1), np.maximum(samples - microstep * held, 0.0)
     apart, later = (behind + microstep)[:, :-1, None] - behind[:, None, 1:], np.maximum(samples - microstep, 0.0)
     times = np.minimum(later[:, :-1, None] / np.maximum(apart, 1), np.ceil(beyond / microstep)[:, :-1, None])
-    around = (trips[:, :-1, 1:] * times * _upper(times.shape[1])).max(axis=2)
-    around[np.arange(around.shape[1]) < first[:, None]] = 0.0
-    return around.max(axis=1) + trips[:, 0, -1]
+    return (trips[:, :-1, 1:] * times * _upper(times.shape[1])).max(axis=(1, 2)) + trips[:, 0, -1]
 
 
 def enough_in_flight(
@@ -95,9 +91,9 @@ def enough_in_flight(
 
 
 def waits_between_chunks(
-    stages: StageEstimate, p2p_seconds: np.ndarray, passing: np.ndarray, chunks: np.ndarray
+    stages: StageEstimate, p2p_seconds: np.ndarray, passing: np.ndarray, chunks: int
 ) -> np.ndarray:
-    """[candidate, stage]: seconds that stages of so many chunks [candidate, 1] wait in a step. Microbatches pass a chunk
+    """[candidate, stage]: seconds that stages of so many chunks wait in a step. Microbatches pass a chunk
     `passing` one behind the other; the first of them must be round the pipeline before the next chunk is begun, the way
     from the last stage to the first being as long as the longest between two."""
     between = p2p_seconds.sum(axis=1, keepdims=True)

@@ -1,5 +1,5 @@
 """`auto`: what is generated, estimated, evaluated and improved, in which order.
 
 Start reading: auto.py, then local_search.py.
-May import: spec, planner.
+May import: planner.
 """

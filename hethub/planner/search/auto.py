@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice, takewhile
 from operator import attrgetter
-from typing import Any
 
 from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate, Pattern
 from hethub.planner.evaluate.evaluator import Evaluation
@@ -211,15 +210,14 @@ def with_slacks(incumbent: Incumbent, candidates: Sequence[Candidate]) -> dict[C
     """The candidates with their estimates, and with as many microbatches in flight as their links need, or under other
     schedules, where that shortens the estimate and likely fits."""
     problem, costs = incumbent.problem, incumbent.costs
-    modes: list[dict[str, Any]] = [{"pattern": Pattern(schedule)} for schedule in problem.other_schedules]
-    if problem.schedule == "1f1b":
-        modes += [{"extra_in_flight": 1}]
-        modes += [
-            {"pattern": Pattern(own), "extra_in_flight": more}
-            for own in problem.other_schedules
-            for more in EXTRA_IN_FLIGHT[own]
-        ]
-    others = {replace(own, **mode): own for mode in modes for own in candidates if len(own.stages) > 1}
+    schedules = (problem.schedule, *problem.other_schedules)
+    slacks = [(Pattern(schedule), more) for schedule in schedules for more in EXTRA_IN_FLIGHT.get(schedule, (0,))]
+    others = {
+        replace(own, pattern=pattern, extra_in_flight=more): own
+        for pattern, more in slacks
+        for own in candidates
+        if len(own.stages) > 1
+    }
     costs.estimate([*candidates, *others])
     faster = [other for other, own in others.items() if costs.is_faster(other, costs.seconds(own))]
     return {own: costs.seconds(own) for own in [*candidates, *faster]}

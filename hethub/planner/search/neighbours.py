@@ -10,7 +10,6 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import fitted, resized
 from hethub.planner.generate.modes import patterns
 from hethub.planner.problem.problem import OFFLOADED, Problem
-from hethub.spec.plan import ScheduleName
 
 MOST_NUDGED = 8  # accelerators: beyond, samples stay divided by speed, and none that is unused joins a stage
 MOST_PAIRED = 8  # stages: beyond, only the slowest stage is paired with the others
@@ -132,17 +131,12 @@ def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Ite
             yield candidate.with_stages(changed)
     for pattern in patterns(problem, candidate):
         if pattern != candidate.pattern:
-            for level in {0, candidate.extra_in_flight}.intersection(_levels(pattern.schedule)):
+            for level in {0, candidate.extra_in_flight}.intersection(EXTRA_IN_FLIGHT.get(pattern.schedule, (0,))):
                 yield replace(candidate, pattern=pattern, extra_in_flight=level)
     if len(candidate.stages) > 1:
-        for level in _levels(candidate.pattern.schedule):
+        for level in EXTRA_IN_FLIGHT.get(candidate.pattern.schedule, (0,)):
             if level != candidate.extra_in_flight:
                 yield replace(candidate, extra_in_flight=level)
-
-
-def _levels(schedule: ScheduleName) -> tuple[int, ...]:
-    """How many microbatches in flight are looked at, the default first."""
-    return (0, *EXTRA_IN_FLIGHT.get(schedule, ()))
 
 
 def _ones_and_all(some: Sequence[int], every: Sequence[int]) -> list[Sequence[int]]:

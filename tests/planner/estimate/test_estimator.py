@@ -41,12 +41,15 @@ def every_candidate() -> list[Candidate]:
         (stage(4, SLOW._replace(number=2)), stage(8, FAST._replace(number=2))),
         (stage(6, SLOW, FAST, zero=0), stage(6, SLOW, FAST, recompute="full")),
         (mixed, stage(5, FAST), stage(4, SLOW._replace(micro_batch=64))),
+        # Few microbatches on the first stage, which beside deeper candidates once got one fewer in flight.
+        tuple(stage(4, own._replace(micro_batch=size)) for own, size in ((FAST, 4), (FAST, 1), (SLOW, 4))),
+        tuple(stage(3, FAST) for _ in range(4)),
         (stage(2, SLOW), stage(2, SLOW), mixed, stage(2, FAST), stage(3, FAST)),
     ]
     return [
         Candidate(stages, extra_in_flight=extra_in_flight, even=even, pattern=Pattern(schedule))  # type: ignore[arg-type]
         for stages in lines
-        for extra_in_flight in (False, True)
+        for extra_in_flight in (0, 1, 2)
         for even in (False, True)
         for schedule in ("1f1b", "zero_bubble")
     ]

@@ -22,8 +22,6 @@ from hethub.spec.schedule.in_flight import in_flight_limits
 from tests.oracle.question import random_question
 from tests.planner.problems import TINY, cluster, incumbent_of
 
-FROM_THE_FIRST = np.zeros(1, dtype=int)  # stage of the only candidate
-
 
 def trips_of(microbatches: list[float], microsteps: list[int], p2p_seconds: list[float]) -> np.ndarray:
     """[s, t] of one candidate."""
@@ -49,7 +47,7 @@ def test_smaller_microbatches_below_or_above_are_run_as_often_as_the_largest_nee
 
 def test_a_stage_that_holds_all_its_microbatches_waits_for_none_of_them_to_come_back():
     trips, microstep = trips_of([1.0, 1.0], [1, 1], [1.0])[None], np.ones((1, 2))
-    around = [slowest_cycle(trips, microstep, np.array([[held, 1.0]]), 4, FROM_THE_FIRST)[0] for held in (4, 3, 2)]
+    around = [slowest_cycle(trips, microstep, np.array([[held, 1.0]]), 4)[0] for held in (4, 3, 2)]
     assert around == [4.0, 4.0 + 4.0, 4.0 + 3 / 2 * 4.0]  # for 3: no more often than a microbatch is held back
 
 
@@ -81,11 +79,9 @@ def test_enough_flights_let_no_circuit_be_slower_than_the_pace(microsteps):
     trips = round_trips(microstep, microstep, np.array([[0.1, 0.2]]))
     many = np.full(microstep.shape, float(1 << 20))
     held = enough_in_flight(trips, microstep, np.ones(1), many)
-    assert slowest_cycle(trips, microstep, held, 1000, FROM_THE_FIRST) <= 1000 + trips[0, 0, -1]
+    assert slowest_cycle(trips, microstep, held, 1000) <= 1000 + trips[0, 0, -1]
     fewer = np.maximum(1, held // 2)
-    assert slowest_cycle(trips, microstep, fewer, 1000, FROM_THE_FIRST) > slowest_cycle(
-        trips, microstep, held, 1000, FROM_THE_FIRST
-    )
+    assert slowest_cycle(trips, microstep, fewer, 1000) > slowest_cycle(trips, microstep, held, 1000)
 
 
 def test_what_a_stage_sends_until_the_first_is_back_is_what_zb_h2_holds_where_stages_are_alike():
