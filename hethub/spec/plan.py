@@ -268,7 +268,12 @@ class PlanSpec(Spec):
         """Whether a stage's replicas go microbatch by microbatch together, as collectives of every microbatch make
         them."""
         spec = self.stages[stage]
-        return spec.zero >= 2 and len(spec.replicas) > 1 and not self.goes_chunk_by_chunk
+        return spec.zero >= 2 and len(spec.replicas) > 1 and not self.passes_in_turn(stage)
+
+    def passes_in_turn(self, stage: int) -> bool:
+        """Whether several microbatches pass a chunk of the stage before the next one: its layers stay until the last is
+        through."""
+        return self.goes_chunk_by_chunk and any(own.samples > own.micro_batch for own in self.stages[stage].replicas)
 
     @property
     def holds_all(self) -> bool:

@@ -185,7 +185,7 @@ def timed_points(question: Question, grids: StageGrids, points: list[Point]) -> 
     shape, layers, _ = points[0]
     nodes = nodes_of(bind(plan_of(question, *points[0]), question.model, question.cluster))
     modes = [
-        [grids(shape, p.layers, s).modes[own.recompute, own.zero] for p in points for own in (p.options[s],)]
+        [grids(shape, p.layers, s).modes[own.mode] for p in points for own in (p.options[s],)]
         for s in range(len(shape))
     ]
     works = {work for node in nodes for work in node.works}
@@ -203,10 +203,10 @@ def timed_points(question: Question, grids: StageGrids, points: list[Point]) -> 
     found = ends(nodes, seconds, crossing, [update - first for update in updates])
     reduced = [
         np.maximum(
-            stage.stop + [mode.reduction.tail_seconds for mode in own],
+            stage.stop + [mode.tail(option.micro_batches) for mode in own],
             stage.start + [mode.reduction.seconds for mode in own],
         )
-        for stage, own in zip(found, modes, strict=True)
+        for stage, own, option in zip(found, modes, points[0].options, strict=True)
     ]
     yield from zip((np.maximum.reduce(reduced) + first).tolist(), points, strict=True)
 

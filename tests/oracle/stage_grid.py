@@ -23,6 +23,7 @@ ZEROS = (0, 1, 3)
 RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 
 Shape = tuple[tuple[Unit, ...], ...]
+ModeKey = tuple[Recompute, int, int]
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,30 @@ class Option:
     recompute: Recompute
     zero: int
 
+    @property
+    def mode(self) -> ModeKey:
+        """What its microbatches' seconds depend on beside samples: under ZeRO-3 on the rounds in which they go."""
+        loads = zip(self.samples, self.micro_batches, strict=True)
+        return self.recompute, self.zero, max(-(-n // b) for n, b in loads) if self.zero == 3 else 1
+
 
 class Mode(NamedTuple):
-    """What a stage costs under a recompute and a ZeRO level: per replica, forward and backward by samples of a
-    microbatch."""
+    """What a stage costs under a recompute, a ZeRO level and in so many rounds: per replica, forward, backward and what is
+    left of sums in the end, by samples of a microbatch."""
 
     forward: list[list[float]]
     backward: list[list[float]]
+    left: list[list[float]]
     reduction: Reduction
     update: float
 
     def seconds(self, replica: int, kind: Kind, samples: int) -> float:
         """Seconds of one microbatch."""
         return (self.forward if kind is Kind.FORWARD else self.backward)[replica][samples - 1]
+
+    def tail(self, micro_batches: Sequence[int]) -> float:
+        """Seconds from the end of all backwards to that of the reduction."""
+        return self.reduction.tail_seconds + min(own[b - 1] for own, b in zip(self.left, micro_batches, strict=True))
 
 
 class Seconds(NamedTuple):
@@ -76,7 +88,9 @@ class StageGrid:
     """All options of a stage, by mode and division, and those of them that are looked at."""
 
     options: tuple[Option, ...]
-    modes: dict[tuple[Recompute, int], Mode]
+    modes: dict[ModeKey, Mode]
+    mode_of: np.ndarray  # by option, the number of its mode
+    tails: np.ndarray
     dealt: Dealt
     rows: np.ndarray  # of the options
     seconds: Seconds  # of these
@@ -98,9 +112,8 @@ class StageGrid:
     @property
     def paths(self) -> Stage:
         """The options with their microbatches."""
-        numbers, divisions = np.divmod(self.rows, len(self.dealt.replica))
-        modes = list(self.modes.values())
-        microbatches = self.dealt.at(divisions)
+        numbers, modes = self.mode_of[self.rows], list(self.modes.values())
+        microbatches = self.dealt.at(self.rows % len(self.dealt.replica))
         forward, backward = (
             np.array([getattr(mode, way) for mode in modes])[
                 numbers[:, None], microbatches.replica, microbatches.size - 1
@@ -108,8 +121,7 @@ class StageGrid:
             for way in ("forward", "backward")
         )
         reduction = np.array([mode.reduction.seconds for mode in modes])[numbers]
-        tail = np.array([mode.reduction.tail_seconds for mode in modes])[numbers]
-        return Stage(microbatches, forward, backward, reduction, tail, self.seconds.update)
+        return Stage(microbatches, forward, backward, reduction, self.tails[self.rows], self.seconds.update)
 
 
 def plan_of(question: Question, shape: Shape, layers: Sequence[int], options: Sequence[Option]) -> PlanSpec:
@@ -201,32 +213,42 @@ class StageGrids:
         return PlanCosts(Layout(plan, self.question.model, self.question.cluster), HETHUB, packaged())
 
     def _build(self, shape: Shape, layers: Sequence[int], stage: int) -> StageGrid:
-        units, rows, options, modes = shape[stage], [], [], {}
+        units, rows, options, tails = shape[stage], [], [], []
+        modes: dict[ModeKey, Mode] = {}
         divisions, placed = self._divisions(len(units))
         for recompute, zero in product(RECOMPUTES, self.zeros(units)):
             costs = self._costs(shape, layers, recompute, zero)
             reduction = costs.state.reduction(stage)
             update = _update([costs.optimizer(stage, r) for r in range(len(units))], zero, reduction.gather_seconds)
-            microbatches = [
-                [costs.microbatch(stage, r, b) for b in range(1, MICRO_BATCHES[-1] + 1)] for r in range(len(units))
-            ]
-            forward = [[microbatch.forward.total for microbatch in own] for own in microbatches]
-            backward = [[microbatch.backward.total for microbatch in own] for own in microbatches]
-            modes[recompute, zero] = Mode(forward, backward, reduction, update)
             for samples, sizes in divisions:
+                option = Option(samples, sizes, recompute, zero)
+                if option.mode not in modes:
+                    own = [
+                        [costs.microbatch(stage, r, b, rounds=option.mode[-1]) for b in range(1, MICRO_BATCHES[-1] + 1)]
+                        for r in range(len(units))
+                    ]
+                    each = (
+                        [[getattr(m, way).total for m in of] for of in own] for way in ("forward", "backward", "rest")
+                    )
+                    modes[option.mode] = Mode(*each, reduction, update)
+                mode = modes[option.mode]
                 cut = [_microbatches(n, b) for n, b in zip(samples, sizes, strict=True)]
                 busy = max(
                     sum(number * (f[size - 1] + b[size - 1]) for size, number in own)
-                    for own, f, b in zip(cut, forward, backward, strict=True)
+                    for own, f, b in zip(cut, mode.forward, mode.backward, strict=True)
                 )
                 ways = [
                     [way[size - 1] for own, way in zip(cut, each, strict=True) for size, _ in own]
-                    for each in (forward, backward)
+                    for each in (mode.forward, mode.backward)
                 ]
-                after = max(reduction.tail_seconds, reduction.seconds - max(ways[1]))
+                tails.append(mode.tail(sizes))
+                after = max(tails[-1], reduction.seconds - max(ways[1]))
                 rows.append((busy, min(ways[0]), min(ways[1]), after, update))
-                options.append(Option(samples, sizes, recompute, zero))
-        return StageGrid(tuple(options), modes, placed, np.arange(len(options)), Seconds(*np.array(rows).T))
+                options.append(option)
+        numbers = {key: number for number, key in enumerate(modes)}
+        mode_of = np.array([numbers[option.mode] for option in options])
+        seconds = Seconds(*np.array(rows).T)
+        return StageGrid(tuple(options), modes, mode_of, np.array(tails), placed, np.arange(len(options)), seconds)
 
     def _divisions(self, replicas: int) -> tuple[list[Division], Dealt]:
         """All samples in steps of one with all micro-batches, those beyond a replica's samples being one microbatch."""

@@ -215,6 +215,8 @@ class StageTimes:
         fetched = sums.parameters * self.costs.width * host / np.where(gathered, own.replicas, 1)
         gather = np.where(gathered, sums.seconds(self.costs.width, own.layers), 0.0)
         gather = gather + np.where(_offloads(own, "parameters"), fetched, 0.0)
+        # Where passes turn, the layer between two of them stays.
+        gather *= 1.0 - np.array([placed.pattern.schedule == "1f1b" for placed in own.stages]) / own.layers
         reduce = np.where(sharded, sums.seconds(self.costs.gradient_width, own.layers), 0.0)
         copied = self._copied(own)
         forward, backward = (

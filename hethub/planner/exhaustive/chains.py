@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from hethub.planner.exhaustive.stages import StageOptions
+from hethub.planner.exhaustive.stages import StageOptions, in_rounds
 
 AT_ONCE = 8192  # points, whose arrays stay small
 
@@ -42,7 +42,7 @@ class Chains:
             else:
                 across = self.boundaries[index - 1].seconds(branches, above, dealt)
                 down, up = down + across, up + across
-            forward, backward = (stage.of_samples(rows, pass_index, dealt) for pass_index in (0, 1))
+            forward, backward = (stage.of_samples(rows, ways, pass_index, dealt) for pass_index in (0, 1))
             down = _passed(dealt, down, stage.updates[rows], forward)
             up = _passed(dealt.mirrored, up[:, ::-1], work.left, backward[:, ::-1])[:, ::-1]
             begun = np.take_along_axis(down, cut.firsts[ways], axis=1) - work.first
@@ -61,7 +61,7 @@ class ChainStage:
         self.microbatchings = every[0].microbatchings
         self.last_pass = modes[0].last_pass
         self.updates = np.stack([mode.updates for mode in modes])  # [mode, replica]
-        self.seconds = np.stack([mode.seconds for mode in modes])  # [mode, pass, replica, samples]
+        self.seconds = np.stack([mode.seconds for mode in modes], axis=1)  # [3, mode, pass, replica, samples]
         self.reductions = np.array([mode.reduction[:2] for mode in modes])
         self._first_of = np.cumsum([0, *(len(own.modes) for own in every)])[number_of]
 
@@ -70,9 +70,10 @@ class ChainStage:
         modes, ways = np.divmod(options, len(self.microbatchings))
         return self._first_of[branches] + modes, ways
 
-    def of_samples(self, rows: np.ndarray, pass_index: int, dealt: "_Dealt") -> np.ndarray:
+    def of_samples(self, rows: np.ndarray, ways: np.ndarray, pass_index: int, dealt: "_Dealt") -> np.ndarray:
         """Seconds of each sample's microbatch in a pass: [point, sample]."""
-        return self.seconds[rows[:, None], pass_index, dealt.replicas, dealt.stops - dealt.starts]
+        found = self.seconds[:, rows[:, None], pass_index, dealt.replicas, dealt.stops - dealt.starts]
+        return in_rounds(found, self.microbatchings.rounds[ways, :1])
 
 
 class ChainBoundary:
@@ -123,11 +124,14 @@ class _Work(NamedTuple):
         samples, sizes = stage.microbatchings.samples[ways], stage.microbatchings.sizes[ways]
         whole, rest = np.divmod(samples, sizes)
         replicas = np.arange(samples.shape[1])
+        rounds = stage.microbatchings.rounds[ways][..., None]
         full, short, last = (
-            stage.seconds[rows[:, None], :, replicas, size] for size in (sizes, rest, np.where(rest > 0, rest, sizes))
+            in_rounds(np.moveaxis(stage.seconds[:, rows[:, None], :, replicas, size], 2, 0), rounds)
+            for size in (sizes, rest, np.where(rest > 0, rest, sizes))
         )  # [point, replica, pass]
-        spent = whole[..., None] * full + short
+        spent = (whole[..., None] * full + short)[..., :3]
         seconds, tail = stage.reductions[rows].T
+        tail = tail + full[..., 3].min(axis=1)
         reduced = np.maximum(tail[:, None], seconds[:, None] - last[..., stage.last_pass])
         passed = spent[..., :2].sum(axis=2)
         return cls(full[..., 0], spent.sum(axis=2), passed - last[..., 1], reduced, last[..., 2] + reduced)

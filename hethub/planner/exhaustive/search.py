@@ -21,7 +21,7 @@ from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.exhaustive.points import Branch, Point, branches_below, promising
 from hethub.planner.exhaustive.replay import Node, StageSeconds, ends_of, nodes_of
 from hethub.planner.exhaustive.shapes import excess, schedules_of, shapes_of
-from hethub.planner.exhaustive.stages import StageCosts
+from hethub.planner.exhaustive.stages import StageCosts, in_rounds
 from hethub.planner.problem.problem import Problem
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
@@ -169,16 +169,24 @@ def step_seconds(points: Sequence[Point], nodes: Mapping[int, Node]) -> list[flo
     p2p_costs = [np.stack([point.branch.p2p_seconds(above) for point in points]) for above in range(len(stages) - 1)]
     updates = [np.stack([mode.updates for mode in own]) for own in stages]
     first = np.minimum.reduce([own.min(axis=1) for own in updates])
+    cuts = [own.microbatchings for own in points[0].branch.stages]
+    ways = [option % len(cut) for option, cut in zip(points[0].options, cuts, strict=True)]
     spent = [
-        StageSeconds(np.stack([mode.seconds for mode in own]), update - first[:, None])
-        for own, update in zip(stages, updates, strict=True)
+        StageSeconds(
+            in_rounds(np.stack([mode.seconds for mode in own], axis=1), cut.rounds[way, 0]), update - first[:, None]
+        )
+        for own, update, cut, way in zip(stages, updates, cuts, ways, strict=True)
+    ]
+    left = [
+        own.seconds[:, 3, np.arange(cut.sizes.shape[1]), cut.sizes[way]].min(axis=1)
+        for own, cut, way in zip(spent, cuts, ways, strict=True)
     ]
     reduced = [
         np.maximum(
-            ends.stop + [mode.reduction.tail_seconds for mode in own],
+            ends.stop + [mode.reduction.tail_seconds for mode in own] + rest,
             ends.start + [mode.reduction.seconds for mode in own],
         )
-        for ends, own in zip(ends_of(nodes, spent, p2p_costs), stages, strict=True)
+        for ends, own, rest in zip(ends_of(nodes, spent, p2p_costs), stages, left, strict=True)
     ]
     return (np.maximum.reduce(reduced) + first).tolist()
 

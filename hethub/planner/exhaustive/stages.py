@@ -1,6 +1,7 @@
 """What one stage of a small space's plans may do, as arrays: its replicas' samples and microbatches, and seconds under
 every mode."""
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from itertools import combinations, pairwise, product
@@ -38,6 +39,7 @@ class Microbatchings(NamedTuple):
     stops: np.ndarray
     firsts: np.ndarray  # [way, replica], the first sample of its first microbatch
     lasts: np.ndarray  # the last sample of its last microbatch
+    rounds: np.ndarray  # [way, replica], those in which they go where they go together
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -76,7 +78,8 @@ def microbatchings(total: int, replicas: int, cuts: Cuts) -> Microbatchings:
     own = owners[:, None, :] == np.arange(replicas)[:, None]  # [way, replica, sample]
     firsts, lasts = own.argmax(axis=2), total - 1 - own[..., ::-1].argmax(axis=2)
     given, cut = map(np.array, zip(*found, strict=True))
-    return Microbatchings(given, cut, owners, starts, stops, firsts, lasts)
+    rounds = np.broadcast_to((-(-given // cut)).max(axis=1, keepdims=True), given.shape)
+    return Microbatchings(given, cut, owners, starts, stops, firsts, lasts, rounds)
 
 
 def count_microbatchings(total: int, replicas: int, cuts: Cuts) -> float:
@@ -118,14 +121,22 @@ class Mode(NamedTuple):
 
     recompute: Recompute
     zero: int
-    # [pass, replica, samples] of one microbatch; weights' gradients are a pass where they are put off.
+    # [3, pass, replica, samples] of one microbatch, as `in_rounds` has them; weights' gradients are a pass where they are put
+    # off, and the last one is what is left of sums behind all.
     seconds: np.ndarray
     reduction: Reduction
     updates: np.ndarray  # per replica, from the gradient norm to its next step
 
     @property
     def last_pass(self) -> int:
-        return 2 if self.seconds[2].any() else 1
+        return 2 if self.seconds[0, 2].any() else 1
+
+
+def in_rounds(seconds: np.ndarray, rounds: np.ndarray | int) -> np.ndarray:
+    """A microbatch's mean seconds in so many rounds, from those of a single one, of any in a long run, and what the first
+    ones of several add."""
+    single, steady, first = seconds
+    return np.where(rounds == 1, single, steady + first / rounds)
 
 
 class StageBounds(NamedTuple):
@@ -174,10 +185,12 @@ def bounds_of(mode: Mode, ways: Microbatchings) -> StageBounds:
     """What a mode's part of a step takes at least, by microbatching."""
     whole, rest = np.divmod(ways.samples, ways.sizes)
     replicas = np.arange(ways.sizes.shape[1])
-    full, short = mode.seconds[:, replicas, ways.sizes], mode.seconds[:, replicas, rest]  # [pass, way, replica]
+    each, short = (in_rounds(mode.seconds[:, :, replicas, size], ways.rounds) for size in (ways.sizes, rest))
+    full, left, short = each[:3], each[3], short[:3]  # [pass, way, replica]
     spent = whole * full + short
     least = np.where(rest > 0, np.minimum(full, short), full).min(axis=2)
-    reduced = np.maximum(mode.reduction.tail_seconds, mode.reduction.seconds - full[mode.last_pass].max(axis=1))
+    tail = mode.reduction.tail_seconds + left.min(axis=1)
+    reduced = np.maximum(tail, mode.reduction.seconds - full[mode.last_pass].max(axis=1))
     update = np.full(len(ways), mode.updates.min())
     busy, passed = spent.sum(axis=0).max(axis=1), spent[:2].sum(axis=0).max(axis=1)
     forward, backward, weight = least
@@ -216,7 +229,7 @@ class StageCosts:
             ]
             for mode in modes:  # beyond memory microbatches never end
                 fits = self._fits(shape[stage], layers[stage], mode, ENDS.index(ends))
-                mode.seconds[:2, :, 1:][:, ~fits[:, 1:]] = np.inf
+                mode.seconds[:2, :2, :, 1:][:, :, ~fits[:, 1:]] = np.inf
             ways = microbatchings(self.problem.batch.global_batch, len(shape[stage]), self.cuts)
             found = self._options[key] = options_of(modes, ways)
         return found
@@ -234,7 +247,7 @@ class StageCosts:
     def _mode(self, shape: Shape, layers: Sequence[int], stage: int, zero: int, recompute: Recompute) -> Mode:
         costs, replicas = self._costs(shape, layers, zero, recompute), range(len(shape[stage]))
         ends = (stage == 0, stage == len(shape) - 1)
-        seconds = np.stack([self._microbatch_seconds(costs, stage, replica, ends) for replica in replicas], axis=1)
+        seconds = np.stack([self._microbatch_seconds(costs, stage, replica, ends) for replica in replicas], axis=2)
         reduction = costs.state.reduction(stage)
         updates = np.array([costs.optimizer(stage, replica) for replica in replicas])
         if reduction.gather_seconds or zero >= 2:  # all wait for the weights of all owners
@@ -242,17 +255,26 @@ class StageCosts:
         return Mode(recompute, zero, seconds, reduction, updates)
 
     def _microbatch_seconds(self, costs: PlanCosts, stage: int, replica: int, ends: tuple[bool, bool]) -> np.ndarray:
-        """Seconds of a replica's microbatches: [pass, samples]. Without gathers they are those of any other of its
+        """Seconds of a replica's microbatches: [3, pass, samples]. Without gathers they are those of any other of its
         device type."""
         spec, own = costs.layout.stages[stage], costs.layout.replica(stage, replica)
         node = costs.layout.cluster.places[own.ranks[0]].node
         others = [each.ranks for each in costs.layout.stages[max(0, stage - 1) : stage + 2]] if spec.zero >= 2 else ()
         key = (node.name, own.tp, spec.num_layers, ends, spec.recompute, *others)
-        found = self._microbatches.get(key)
+        found, sizes = self._microbatches.get(key), range(1, self.most + 1)
         if found is None:
-            microbatches = [costs.microbatch(stage, replica, size) for size in range(1, self.most + 1)]
-            passes = zip(*microbatches, strict=True)
-            found = self._microbatches[key] = np.array([[0.0, *(parts.total for parts in each)] for each in passes])
+            single, two, steady = (
+                np.array(
+                    [
+                        [0.0, *(parts.total for parts in each)]
+                        for each in zip(
+                            *(costs.microbatch(stage, replica, size, rounds=rounds) for size in sizes), strict=True
+                        )
+                    ]
+                )
+                for rounds in (1, 2, math.inf)
+            )
+            found = self._microbatches[key] = np.stack([single, steady, 2 * (two - steady)])
         return found
 
     @memoized

@@ -94,9 +94,14 @@ class Collectives:
             self.graph.needs[node] += [(source, 0.0) for source in sources]
 
     def _wait_after_rounds(self, stage: StageNodes) -> None:
-        """In rounds only the last layer's reduction is still under way when compute ends."""
-        for chunk in stage.chunks:
-            tail = self.costs.state.reduction(stage.index, self._portion(stage, chunk)).tail_seconds
+        """In rounds only the last layer's reduction, and what is left of others, is still under way when compute ends."""
+        apart = self.costs.state.steps_apart
+        for chunk in stage.chunks if apart else stage.chunks[-1:]:
+            portion = self._portion(stage, chunk) if apart else None
+            # A replica's sums wait for the slowest, behind which least is left.
+            sizes = ((place, self.layout.replica(*place).micro_batch) for place in stage.runs)
+            rest = min(self.costs.microbatch(*place, size, portion).rest.total for place, size in sizes)
+            tail = self.costs.state.reduction(stage.index, portion).tail_seconds + rest
             through = [self._through.get(node, node) for node in stage.completing(chunk)]
             self._wait(stage.reduces(chunk), self._meet(through, tail))
 
@@ -185,8 +190,11 @@ class Collectives:
     def _step_and_gather(self, stage: StageNodes) -> None:
         """Steps behind all compute wait for the norm of all stages' gradients; gathers wait for all owners."""
         for chunk in stage.updates[Kind.STEP]:
-            portion = self._portion(stage, chunk) if self.costs.state.steps_apart else None
-            gather = self.costs.state.reduction(stage.index, portion).gather_seconds
+            state = self.costs.state
+            portion = self._portion(stage, chunk) if state.steps_apart else None
+            gather = state.reduction(stage.index, portion).gather_seconds
+            if portion and chunk and state.in_rounds(stage.index) and state.level(stage.index) == 3:
+                gather = state.norms_seconds(stage.index, portion)  # weights come beside the chunk before
             own: dict[int, float] = {}  # by actor
             for place, run in stage.runs.items():
                 seconds = self.costs.optimizer(*place, portion)

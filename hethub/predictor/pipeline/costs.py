@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
+from operator import add
+from typing import NamedTuple
 
 from hethub.predictor.cost.cache import layer_cost_of, memoized
 from hethub.predictor.cost.constants import Constants
@@ -21,6 +23,29 @@ from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.state import brought_elements
 from hethub.spec.plan import ReplicaSpec
 from hethub.spec.schedule.microbatches import sizes_of
+
+
+class _Passes(NamedTuple):
+    """Seconds of a microbatch's passes through a portion: compute, of the backward with the weights' gradients that are put
+    off, the sums inside the replica, waits for copies to the host and back, and what embedding and head are of these."""
+
+    forward: float
+    backward: float
+    weight: float
+    tp_forward: float
+    tp_backward: float
+    copies: tuple[float, ...]
+    ends: Ends
+
+    @property
+    def with_sums(self) -> tuple[float, float]:
+        return self.forward + self.tp_forward, self.backward + self.tp_backward
+
+    @property
+    def alone(self) -> tuple[float, float, float]:
+        """Of each pass all that its collectives over replicas go on beside."""
+        forward, backward = map(add, self.with_sums, self.copies)
+        return forward, backward - self.weight, self.weight
 
 
 class PlanCosts:
@@ -128,15 +153,22 @@ class PlanCosts:
             return between
         return (*between, *[self.paces(boundary, source, target) for boundary in self.routes.leaving[stage]])
 
-    def microbatch(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> MicrobatchCost:
+    def microbatch(
+        self, stage: int, replica: int, samples: int, portion: Portion | None = None, rounds: float | None = None
+    ) -> MicrobatchCost:
         """Seconds of forward and backward of a microbatch of `samples` through a portion of the stage, by default all
-        of it."""
-        portion = portion or self.state.whole[stage]
-        key = (self.replica_key(stage, replica), samples, portion)
+        of it, in the mean over so many rounds, by default the layout's."""
+        portion, rounds = portion or self.state.whole[stage], rounds or self._rounds(stage, replica)
+        key = (self.replica_key(stage, replica), samples, portion, rounds)
         found = self._microbatches.get(key)
         if found is None:
-            found = self._microbatches[key] = self._microbatch(stage, replica, samples, portion)
+            found = self._microbatches[key] = self._microbatch(stage, replica, samples, portion, rounds)
         return found
+
+    @memoized
+    def _rounds(self, stage: int, replica: int) -> int:
+        """In how many rounds a replica's microbatches go, its own where it goes alone."""
+        return self.layout.loads[stage][self.layout.actor_of(stage, replica)].num_microbatches
 
     def _shortest(self, stage: int, portion: Portion) -> tuple[float, ...]:
         """Seconds of a forward and a backward of one sample, the least that a microbatch has, on the replica that is
@@ -147,29 +179,35 @@ class PlanCosts:
         each = [(ways.forward.total, ways.backward.total, ways.forward.total - ways.forward.dp) for ways in found]
         return tuple(map(min, zip(*each, strict=True)))
 
-    def _microbatch(self, stage: int, replica: int, samples: int, portion: Portion) -> MicrobatchCost:
+    def _microbatch(self, stage: int, replica: int, samples: int, portion: Portion, rounds: float) -> MicrobatchCost:
         spec = self.layout.replica(stage, replica)
+        own = self._passes(stage, spec, samples, portion)
+        at_once = self.state.at_once(stage, portion, rounds)
+        whole = own if at_once == portion else self._passes(stage, spec, samples, at_once)
+        messages = self._message_seconds(stage, samples) if rounds > 1 else 0.0  # nobody else's are under way then
+        # Collectives go on while a pass waits for its copies.
+        shown = self.state.round_seconds(stage, whole.alone, portion, whole.ends, messages, rounds)
+        slowed = self.state.slowed_passes(stage, own.with_sums, portion, samples / spec.samples)
+        return MicrobatchCost(
+            Parts(own.forward, own.tp_forward, shown[0] + slowed[0] + own.copies[0]),
+            Parts(own.backward - own.weight, own.tp_backward, shown[1] + slowed[1] + own.copies[1]),
+            Parts(own.weight, 0.0, shown[2]),
+            Parts(0.0, 0.0, shown[3]),
+        )
+
+    def _passes(self, stage: int, spec: ReplicaSpec, samples: int, portion: Portion) -> "_Passes":
+        """A microbatch's passes through a portion without what its replicas do together."""
         fractions = self.state.rings.rank_fractions(spec)
         named = {(self.layer_cost(r).accelerator.name, part): r for r, part in zip(spec.ranks, fractions, strict=True)}
         unlike = [(share, rank) for (_, share), rank in named.items()]
         each = [self._rank_passes(stage, spec, rank, share, samples, portion) for share, rank in unlike]
         forward, backward, weight = map(max, zip(*each, strict=True))
-        tp_forward, tp_backward = self._tensor_parallel_seconds(stage, spec, unlike, samples, portion)
-        passes = (forward + tp_forward, backward + tp_backward)
-        copies = [0.0, 0.0]
-        if "activations" in self.layout.stages[stage].offload:
-            copies = [self.state.copying_seconds(stage, spec, samples, portion.layers, seconds) for seconds in passes]
-        beside = (portion, self._ends(unlike, samples, portion), self._message_seconds(stage, samples))
-        # Collectives go on while a pass waits for its copies.
-        rounds = self.state.round_seconds(
-            stage, (passes[0] + copies[0], passes[1] - weight + copies[1], weight), *beside
-        )
-        slowed = self.state.slowed_passes(stage, passes, portion, samples / spec.samples)
-        return MicrobatchCost(
-            Parts(forward, tp_forward, rounds[0] + slowed[0] + copies[0]),
-            Parts(backward - weight, tp_backward, rounds[1] + slowed[1] + copies[1]),
-            Parts(weight, 0.0, rounds[2]),
-        )
+        tp = self._tensor_parallel_seconds(stage, spec, unlike, samples, portion)
+        found = _Passes(forward, backward, weight, *tp, (0.0, 0.0), self._ends(unlike, samples, portion))
+        if "activations" not in self.layout.stages[stage].offload:
+            return found
+        copies = (self.state.copying_seconds(stage, spec, samples, portion.layers, each) for each in found.with_sums)
+        return found._replace(copies=tuple(copies))
 
     def _rank_passes(
         self, stage: int, spec: ReplicaSpec, rank: int, fraction: float, samples: int, portion: Portion

@@ -2,7 +2,8 @@
 pass still shows."""
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import accumulate, islice, pairwise
+from operator import add
 from typing import NamedTuple
 
 
@@ -19,68 +20,86 @@ class Parts(NamedTuple):
 
 
 class MicrobatchCost(NamedTuple):
-    """Forward and backward of one microbatch on one replica; where weight gradients are put off, they are apart."""
+    """Forward and backward of one microbatch on one replica; where weight gradients are put off, they are apart. Behind the
+    last of all, sums before the last layer's have a rest of their way to go."""
 
     forward: Parts
     backward: Parts
     weight: Parts = Parts(0.0, 0.0, 0.0)
+    rest: Parts = Parts(0.0, 0.0, 0.0)
 
 
 class Visit(NamedTuple):
     """A layer in one pass: seconds of its compute, of gathering its weights, of summing its gradients behind it, and of
-    messages that are under way when it begins."""
+    messages that are under way when it begins. `layer` is None where it needs no weights."""
 
     compute: float
     gather: float = 0.0
     reduction: float = 0.0
     messages: float = 0.0
+    layer: int | None = None
+
+    def brings(self, after: "Visit") -> float:
+        """Seconds to gather the weights of the visit `after` it, which are there if it is the same layer's."""
+        return 0.0 if self.layer is not None and self.layer == after.layer else after.gather
 
 
-def delays(visits: Sequence[Visit], under_way: int = 2) -> list[float]:
-    """By visit of a cycle that is under way, seconds from the end of the compute before it to its own.
+class Shown(NamedTuple):
+    """Of a visit or a pass, the seconds of its communication, and those that no compute hides."""
 
-    As an executor does them (hethub/runtime/state/zero.py): a visit that begins announces the next one, whose weights then
-    come, and starts the sum of the layer before, all in one order on one link. A visit waits for its weights. Behind what adds to
-    gradients the next one also waits until fewer than `under_way` sums are left.
+    seconds: float
+    exposed_seconds: float
+
+
+def shown(visits: Sequence[Visit], rounds: float = 1, ahead: float = 0.0) -> tuple[list[Shown], float]:
+    """By visit, the mean over so many rounds of them, one behind the other; it is late by what is exposed, behind the compute
+    before it. And the seconds that are left in the end of all but the last sum. The first of all has its weights, the last one
+    gathers those of a visit behind it, `ahead`. From the third on all rounds count alike."""
+    run = [*visits] * (3 if rounds > 1 else 1)
+    brought = [0.0, *(before.brings(visit) for before, visit in pairwise(run)), ahead]
+    late, left = [0.0] * len(run), 0.0
+    if sum(max(own) for own in list(zip(*visits, strict=True))[1:4]) + ahead > min(visit.compute for visit in visits):
+        late, left = _late(run, brought)
+    found = list(zip(map(add, brought, [visit.reduction for visit in run]), late, strict=True))
+    by_round = [found[at : at + len(visits)] for at in range(0, len(run), len(visits))]
+    if rounds == 1:
+        return [Shown(*own) for own in by_round[0]], left
+    return [
+        Shown(*(later + (first + second - 2 * later) / rounds for first, second, later in zip(*own, strict=True)))
+        for own in zip(*by_round, strict=True)
+    ], left
+
+
+def _late(visits: Sequence[Visit], brought: Sequence[float]) -> tuple[list[float], float]:
+    """By visit the seconds between the compute before it and its own, and what is left at the end of sums before the last.
+
+    As an executor does them (hethub/runtime/state/zero.py): a visit that begins announces the next one, whose weights are
+    `brought` then; its sum starts when it ends, all in one order on one link. The next visit waits for its weights, and if it
+    adds to gradients for all sums but one.
     """
-    if sum(map(max, [*zip(*visits, strict=True)][1:])) <= min(visits).compute:
-        return [0.0] * len(visits)
-    found, now, link, sums = list[float](), 0.0, 0.0, [0.0, 0.0]
-    for before, visit, after in zip(*(_cycles(visits, at) for at in (-1, 0, 1)), strict=True):
-        ready = link = max(link, now) + visit.messages + after.gather
-        if before.reduction:
-            link += before.reduction
-            sums.append(link)
-        computed = now + visit.compute
-        now = max(
-            computed, ready if after.gather else 0.0, sums[-under_way] if visit.reduction or after.reduction else 0.0
-        )
-        found.append(now - computed)
-    last = found[-len(visits) :]
-    return [last[-1], *last[:-1]]
-
-
-def _cycles(visits: Sequence[Visit], shifted: int) -> list[Visit]:
-    """The visits twice, for the second time as every other time, each with the one so far from it."""
-    return [*visits[shifted:], *visits[:shifted]] * 2
+    found, begun, link, sums = [0.0], 0.0, 0.0, [0.0, 0.0]
+    for visit, after, gather in zip(visits, [*visits[1:], Visit(0.0)], brought[1:], strict=True):
+        ready = link = max(link, begun) + visit.messages + gather
+        computed = begun + visit.compute
+        if visit.reduction:
+            link = max(link, computed) + visit.reduction
+            sums = [sums[1], link]
+        begun = max(computed, ready if gather else 0.0, sums[0] if after.reduction else 0.0)
+        found.append(begun - computed)
+    last = visits[-1].reduction
+    return found[:-1], max(0.0, sums[1] - last - computed) if last else 0.0
 
 
 Ends = tuple[tuple[float, float], tuple[float, float]]  # forward and backward of the embedding, and of the head
 NO_ENDS: Ends = ((0.0, 0.0), (0.0, 0.0))
 
 
-class Shown(NamedTuple):
-    """Of a pass, the seconds of its communication, and those that no compute hides."""
-
-    seconds: float
-    exposed_seconds: float
-
-
 class Round(NamedTuple):
     """A microbatch's visits: forward, backward, and the weights' gradients where these are put off."""
 
-    passes: tuple[list[Visit], list[Visit], list[Visit]]
-    sums_under_way: int
+    forward: list[Visit]
+    backward: list[Visit]
+    deferred: list[Visit]
 
     @classmethod
     def of(
@@ -90,11 +109,14 @@ class Round(NamedTuple):
         gathers: Sequence[Sequence[float]],
         reductions: Sequence[float],
         messages: float,
-        sums_under_way: int = 2,
+        *,
+        stays: bool = True,
     ) -> "Round":
         """From the seconds of whole passes, of which `ends` come with the first and the last layer, of each layer's
-        collectives, all in model order (`gathers` of the forward and of the backward), and of a pass's messages."""
+        collectives, all in model order (`gathers` of the forward and of the backward), and of a pass's messages. Between two
+        passes the layer at which they meet `stays`, unless others come between them."""
         layers = len(reductions)
+        numbers = range(layers) if stays else [None] * layers
         forward, backward, deferred = ([seconds / layers] * layers for seconds in passes)
         for kind, each in ((0, forward), (1, backward)):
             own = [end[kind] for end in ends]
@@ -102,31 +124,26 @@ class Round(NamedTuple):
             each[0] += own[0]
             each[-1] += own[1]
         none, defers_wgrad = [0.0] * layers, passes[2] > 0
-        return cls((
-            [*map(Visit, forward, gathers[0], none, [messages, *none[1:]])],
-            [*map(Visit, backward, gathers[1], none if defers_wgrad else reductions, [*none[1:], messages])][::-1],
+        return cls(
+            [*map(Visit, forward, gathers[0], none, [messages, *none[1:]], numbers)],
+            [*map(Visit, backward, gathers[1], none if defers_wgrad else reductions, [*none[1:], messages], numbers)][::-1],
             [*map(Visit, deferred, none, reductions, none)][::-1] if defers_wgrad else [],
-        ), sums_under_way)  # fmt: skip
+        )  # fmt: skip
 
-    def turning(self) -> list[Shown]:
-        """Where a backward comes behind each forward and a forward behind that, as 1F1B goes on: of each pass. The layer at
-        which it turns keeps its weights."""
-        forward, backward, deferred = self.passes
-        stays = [visits[0]._replace(gather=0.0) for visits in (forward, backward)]
-        first = forward[0] if deferred else stays[0]
-        return self._shown([first, *forward[1:]], [stays[1], *backward[1:]], deferred)
-
-    def repeating(self) -> list[Shown]:
-        """The same where forwards follow each other, and backwards."""
-        forward, *behind = self.passes
-        return self._shown(forward) + self._shown(*behind)
-
-    def _shown(self, *passes: list[Visit]) -> list[Shown]:
-        waits = iter(delays([visit for visits in passes for visit in visits], self.sums_under_way))
-        return [
-            Shown(sum(visit.gather + visit.reduction for visit in visits), sum(islice(waits, len(visits))))
-            for visits in passes
-        ]
+    def shown(self, rounds: float, *, turns: bool, chunks: Sequence[int] = ()) -> tuple[list[list[Shown]], list[float]]:
+        """Of each pass, by visit, its mean over so many rounds, where a backward comes behind each forward (`turns`) or all
+        forwards come first; and what is left of sums behind the last. A stage whose sums are waited for behind the backward of
+        each chunk has `chunks` of so many layers: behind each of these."""
+        forward, backward, deferred = self
+        if turns:
+            runs = [[*forward, *backward, *deferred]]
+        else:
+            edges = [0, *accumulate(reversed(chunks or [len(backward)]))]
+            runs = [forward, *(backward[start:stop] for start, stop in pairwise(edges))]
+        ahead = [0.0, *(run[0].gather for run in runs[2:]), 0.0]
+        found = [shown(run, rounds, gather) for run, gather in zip(runs, ahead, strict=False)]
+        each = iter([own for visits, _ in found for own in visits])
+        return [list(islice(each, len(visits))) for visits in self], [left for _, left in found[::-1]]
 
 
 def exposed(compute: float, beside: Sequence[float]) -> float:

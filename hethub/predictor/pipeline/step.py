@@ -187,7 +187,8 @@ def _chain_times(layout: Layout, costs: PlanCosts) -> StepTimes:
         own = [found for (s, _), found in ends.items() if s == stage]
         ready.append(max(e.last_backward_end for e in own))
         window = max(e.last_backward_start for e in own)
-        reduce_end.append(max(ready[stage] + reduction.tail_seconds, window + reduction.seconds))
+        rest = min(costs.microbatch(stage, r, layout.replica(stage, r).micro_batch).rest.total for r in costs.chains)
+        reduce_end.append(max(ready[stage] + reduction.tail_seconds + rest, window + reduction.seconds))
     # The gradient norm is global: nobody steps before every stage is reduced.
     seconds = max(reduce_end) + first
     parts, stage = busy[bottleneck], bottleneck[0]

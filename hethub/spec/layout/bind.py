@@ -139,9 +139,8 @@ class Layout:
         return 0 if self.plan.runs_in_rounds(stage) else replica
 
     def passes_in_turn(self, stage: int) -> bool:
-        """Whether several microbatches pass a chunk of the stage before the next one: its layers stay until the last is
-        through."""
-        return self.plan.goes_chunk_by_chunk and any(load.num_microbatches > 1 for load in self.loads[stage])
+        """Likewise of the plan, which others than the plan may know better."""
+        return self.plan.passes_in_turn(stage)
 
     @cached_property
     def loads(self) -> tuple[list[Load], ...]:

@@ -1,7 +1,9 @@
 """What a stage's training state costs to keep in step: parameters by rank, gathers, reductions, new weights."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from operator import mul
 from typing import NamedTuple
 
 from hethub.predictor.cost.cache import memoized
@@ -165,17 +167,10 @@ class StateCosts:
         if stage_spec.zero == 1:
             return self._beside_backward(stage, ends, sum(sums), tail, norms, gather + norms)
         if stage_spec.zero == 3:
-            gather = self._first_weights(stage, ends) if self.in_rounds(stage) else 0.0
+            # Nothing hides a step's first weights.
+            gather = self._by_layer(stage, ends, self.width)[0] if self.in_rounds(stage) else 0.0
         last = sums[0] if self.software.gathers_ahead else 0.0
         return Reduction(last + norms, last + norms, gather + norms)
-
-    def _first_weights(self, stage: int, ends: Portion) -> float:
-        """Seconds by which a step's first weights, which nothing hides, are later than other rounds': under 1F1B those have them
-        still; else they come beside weight gradients put off, some as long as a forward, or the last layer's forward."""
-        found, plan = self._by_layer(stage, ends, self.width)[0], self.layout.plan
-        if plan.schedule == "1f1b":
-            return found
-        return min(found, self._passes(stage, Portion(1, False, ends.last and not plan.defers_wgrad))[2])
 
     def norms_seconds(self, stage: int, portion: Portion) -> float:
         """What a portion's norms add to a sum and to sending weights, by themselves; passes hide both."""
@@ -217,28 +212,52 @@ class StateCosts:
         return cost * min(gather, passes[0]), cost * min(gather + reduce, passes[1])
 
     def round_seconds(
-        self, stage: int, passes: Sequence[float], portion: Portion, ends: Ends = NO_ENDS, messages: float = 0.0
+        self,
+        stage: int,
+        passes: Sequence[float],
+        portion: Portion,
+        ends: Ends = NO_ENDS,
+        messages: float = 0.0,
+        rounds: float = math.inf,
     ) -> tuple[float, ...]:
         """What the collectives of a round (ZeRO-2/3) and weights from the host add to a microbatch's forward, backward and
-        the weights' gradients that were put off (`passes`, seconds), beyond what compute hides. Of these `ends` are the
-        embedding's and the head's; beside each pass go so many seconds of `messages`."""
+        the weights' gradients that were put off, beyond what compute hides, in the mean of so many `rounds`; and what is left of
+        them behind the last but for its last sum. `passes` are the seconds of these, of which `ends` are the embedding's and
+        the head's, of what goes `at_once`; beside each pass go so many seconds of `messages`."""
         in_rounds = self.in_rounds(stage)
         offloaded = "parameters" in self.layout.stages[stage].offload and not self.in_passes(stage)
         if not in_rounds and not offloaded:
-            return 0.0, 0.0, 0.0
-        gathers = [self.gather_seconds(stage, portion, kind) for kind in (Kind.FORWARD, Kind.BACKWARD)]
-        reductions = self.reduce_seconds(stage, portion) if in_rounds else [0.0] * portion.layers
+            return 0.0, 0.0, 0.0, 0.0
+        whole = self.at_once(stage, portion, rounds)
+        gathers = [self.gather_seconds(stage, whole, kind) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+        reductions = self.reduce_seconds(stage, whole) if in_rounds else [0.0] * whole.layers
         if not self.software.gathers_ahead:
             gather, reduce = sum(gathers[0]), sum(reductions)
             return (
                 self._shown(stage, gather, excess(gather, passes[0], portion.layers)),
                 self._shown(stage, gather + reduce, excess(gather + reduce, passes[1], portion.layers)),
-                0.0,
-            )
-        plan = self.layout.plan
-        around = Round.of(passes, ends, gathers, reductions, messages, self.sums_under_way(stage))
-        turns = not plan.holds_all and plan.num_chunks == 1
-        return tuple([self._shown(stage, *each) for each in (around.turning() if turns else around.repeating())])
+                0.0, 0.0,
+            )  # fmt: skip
+        plan, chunks = self.layout.plan, self.portions[stage] if whole != portion else (portion,)
+        stays = rounds == 1 or plan.num_chunks == 1  # passes of no other chunk lie between
+        around = Round.of(passes, ends, gathers, reductions, messages, stays=stays)
+        found, left = around.shown(
+            rounds,
+            turns=not plan.holds_all and plan.num_chunks == 1,
+            chunks=[chunk.layers for chunk in chunks] if self.steps_apart else [],
+        )
+        # Chunks that are alike share what is shown of them.
+        alike = [(chunk == portion) / chunks.count(portion) for chunk in chunks]
+        parts = [part for part, chunk in zip(alike, chunks, strict=True) for _ in range(chunk.layers)]
+        added = [
+            self._shown(stage, *(sum(map(mul, part, own)) for own in zip(*each, strict=True))) if each else 0.0
+            for part, each in zip((parts, parts[::-1], parts[::-1]), found, strict=True)
+        ]
+        return *added, sum(map(mul, alike, left)) if self.steps_apart else left[0]
+
+    def at_once(self, stage: int, portion: Portion, rounds: float) -> Portion:
+        """What a microbatch passes without a pause if it passes a portion: of a single round, the stage."""
+        return self.whole[stage] if rounds == 1 and self.software.gathers_ahead else portion
 
     def sums_under_way(self, stage: int) -> int:
         """Layers whose gradients may be on their way at once: two, and one where ranks hold unlike parts, whose runs lie
@@ -272,7 +291,7 @@ class StateCosts:
         """Whether what a stage fetches and sums goes once per chunk and pass, whatever the microbatches."""
         stage_spec = self.layout.stages[stage]
         moves = self.level(stage) >= 2 or "parameters" in stage_spec.offload
-        return moves and not self.in_rounds(stage) and self.layout.plan.goes_chunk_by_chunk
+        return moves and not self.in_rounds(stage) and self.layout.plan.passes_in_turn(stage)
 
     @cached_property
     def by_turns(self) -> tuple[bool, ...]:
