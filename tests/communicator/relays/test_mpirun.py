@@ -82,7 +82,7 @@ def test_ranks_of_mpirun_on_one_host_listen_on_loopback_only(relay):
 
 
 UNLIKE = """
-import sys, torch, torch.distributed as dist
+import pathlib, sys, time, torch, torch.distributed as dist
 from hethub.runtime.launch.launcher_environment import launch_info
 from hethub.runtime.launch.rendezvous import rendezvous
 from hethub.communicator import connect
@@ -103,14 +103,19 @@ try:
 except RuntimeError as error:
     said = str(error)
 print(f"rank {world.rank} says {said}", flush=True)
+spoken = pathlib.Path(sys.argv[2])
+if world.rank == 1:
+    spoken.touch()
+for _ in range(600):  # rank 1 is to hear of the operation, not of rank 0's end
+    time.sleep(0 if spoken.exists() else 0.05)
 """
 
 
 @pytest.mark.parametrize(
     ("what", "why"), [("refused alone", "no answer within 5 s"), ("short", "has sent 16 bytes, and 24 were")]
 )
-def test_what_is_no_part_of_an_operation_is_not_taken_for_it_by_mpi(what, why):
-    said = mpirun(UNLIKE, what, size=2).stdout
+def test_what_is_no_part_of_an_operation_is_not_taken_for_it_by_mpi(what, why, tmp_path):
+    said = mpirun(UNLIKE, what, str(tmp_path / "spoken"), size=2).stdout
     assert "rank 1 says nothing" not in said
     assert what == "short" or "rank 0 says all_reduce in group" in said  # of the other rank 0 may have its result
     assert re.search(rf"rank 1 says all_\w+ in group .* on rank 1 with rank 0: .*{why}", said)

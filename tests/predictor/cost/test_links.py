@@ -61,7 +61,7 @@ def test_gathers_beside_compute_cost_a_part_of_themselves() -> None:
     layout = uniform(LLAMA_8B, on, tp=1, pp=1, micro_batch=1, batch=16, seq=8192, zero=3)
     costs = PlanCosts(layout, HETHUB, packaged())
     portion = costs.state.whole[0]
-    forward, _, _ = costs.state.round_seconds(0, (1e9, 1e9, 0.0), portion)
+    forward, *_ = costs.state.round_seconds(0, (1e9, 1e9, 0.0), portion)
     gathers = costs.state.gather_seconds(0, portion)[1:]  # the first layer's come before the step's only forward
     assert forward == pytest.approx(packaged().links["overlap_cost"] * sum(gathers))
 
@@ -116,7 +116,7 @@ def test_cpus_compute_while_a_slow_link_carries(gbps: float, hides: bool) -> Non
     portion = over.whole[0]
     own, seconds = (sum(state.gather_seconds(0, portion)[1:]) for state in (inside, over))  # the first's stay
     assert inside.round_seconds(0, (1e9, 1e9, 0.0), portion)[0] == pytest.approx(own)
-    shown, _, _ = over.round_seconds(0, (1e9, 1e9, 0.0), portion)
+    shown, *_ = over.round_seconds(0, (1e9, 1e9, 0.0), portion)
     assert shown == pytest.approx(own, rel=0.1) if hides else shown == pytest.approx(seconds)
     assert seconds > 3 * own if hides else seconds < own
 
