@@ -84,7 +84,10 @@ class Operator:
         def filled(given: Any) -> Any:
             if isinstance(given, Ref):
                 return tensors[given.index]
-            return replaced(given, Ref, filled) if isinstance(given, (list, tuple)) else given
+            if isinstance(given, (list, tuple)):
+                # Not by `filled`: a function that names itself is a cycle, and would keep the tensors.
+                return replaced(given, Ref, lambda ref: tensors[ref.index])
+            return given
 
         # A piece that was moved may lie in memory in another order than on one device, where a view sufficed.
         target = overload("aten.reshape.default") if self.key in VIEW_KEYS else self.target

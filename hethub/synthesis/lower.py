@@ -3,6 +3,7 @@
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ from hethub.synthesis.program import Program, runs_beside
 from hethub.synthesis.rules import WHOLE, Cut, State
 
 Held = defaultdict[int, dict[State, torch.Tensor]]  # by tensor, what a rank has of it in each state
+
+
+def _keep(held: Held, tensors: Iterable[int], states: Iterable[State], values: Iterable[torch.Tensor]) -> None:
+    """In a function of its own, whose names keep no value when it has ended."""
+    for tensor, state, value in zip(tensors, states, values, strict=True):
+        held[tensor][state] = value
 
 
 def digest(values: Iterable[tuple[object, torch.Tensor]]) -> int:
@@ -160,15 +167,14 @@ class Step:
                 operator, rule, tensors, [t.shape for t in made], [t.dtype for t in made],
                 shares[self._exchange.rank] if shares else 1, sum(shares) or 1,
             )  # fmt: skip
-            for tensor, state, result in zip(operator.made, rule.outputs, results, strict=True):
-                held[tensor][state] = result
+            _keep(held, operator.made, rule.outputs, results)
             del tensors, results
             for tensor in operator.made:
                 for name in self._graph.parameter_of_gradient.get(tensor, ()):
                     gradients[name] = self._sum(held, laid, tensor, name, list(gradients.values()))
             if counts:
-                alive = [value for own in held.values() for value in own.values()]
-                self._count([*alive, *(t for own in gradients.values() for t in own.tensors)])
+                summed = (value for own in gradients.values() for value in own.tensors)
+                self._count([*chain.from_iterable(own.values() for own in held.values()), *summed])
             for tensor in self._released[number]:
                 held.pop(tensor, None)
         whole = {tensor: self._bring(held, laid, tensor, WHOLE) for tensor in self._graph.results}

@@ -93,6 +93,9 @@ _SHOWN_ALONE = (
 _GIVES_UP = "breaks a group that failed: tests/communicator/test_torch_private.py shows it alone"
 SURVIVORS = {
     "group.recv([torch.empty(1)], (rank + 1) % size, _UNUSED_TAG).wait(timedelta(milliseconds=1))": _GIVES_UP,
+    "pass_over: group.allreduce([torch.empty(0)], dist.AllreduceOptions()).wait()": (
+        "counts what one rank refuses: tests/communicator/groups/test_refused_alone.py shows it alone"
+    ),
     "before.wait()": _SHOWN_ALONE,
     "succeeded: work.wait()": "asked of what is done: so that its failure is told (tests/communicator/groups/test_native.py)",
     "stages: wait_for(sends)": "a total's send holds its own memory; it is waited for so that its failure is told",
