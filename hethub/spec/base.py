@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, TypeVar, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hethub.spec.documents import KeyPath, Source, read_yaml
-from hethub.spec.errors import BadInput, suggest
+from hethub.spec.errors import BadInput, either, suggest
 
 
 class Spec(BaseModel):
@@ -75,7 +75,7 @@ _MISPLACED = "is yes or no (so YAML reads yes, no, on, off, true and false), and
 def _instead(annotation: Any) -> str:
     """What to give where a boolean is none."""
     if words := [f"'{word}'" for word in _words_of(annotation)]:
-        return f"give {' or '.join([', '.join(words[:-1]), words[-1]] if words[1:] else words)}"
+        return f"give {either(words)}"
     return "put the word in quotes" if _mentions(annotation, str) else "give a number"
 
 

@@ -1,7 +1,7 @@
 """The two ways a command ends badly, and nothing between them."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -93,7 +93,13 @@ def suggest_some(word: str, candidates: list[str] | tuple[str, ...]) -> str:
     near = [f"'{folded[name]}'" for name in dict.fromkeys([*begun, *headed, *alike])][:4]
     if not near:
         return f"known: {', '.join(sorted(candidates))}."
-    return f"did you mean {' or '.join([', '.join(near[:-1]), near[-1]] if len(near) > 1 else near)}?"
+    return f"did you mean {either(near)}?"
+
+
+def either(words: Sequence[str]) -> str:
+    """One word or several, of which one is meant: "a, b or c"."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _words(name: str) -> set[str]:

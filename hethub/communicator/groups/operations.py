@@ -46,12 +46,8 @@ def counted(kind: type) -> type:
 def _counted(operation: Callable[..., HethubWork]) -> Callable[..., HethubWork]:
     @functools.wraps(operation)
     def call(self: "GroupCore", *given: Any, **named: Any) -> HethubWork:
-        before = self._num_operations
-        try:
+        with self.counting_refusals(operation.__name__):
             return operation(self, *given, **named)
-        except BaseException:
-            self._count_refused(operation.__name__, before)
-            raise
 
     return call
 
@@ -155,14 +151,10 @@ class GroupCore(torch_private.GroupBase):
         try:
             yield
         except BaseException:
-            self._count_refused(name, before)
+            if self._num_operations == before:  # not counted yet; on the group's Gloo, too
+                with contextlib.suppress(BadInput):  # the group is destroyed
+                    self._queue(f"{name} (refused)", functools.partial(torch_private.pass_over, self._gloo), [])
             raise
-
-    def _count_refused(self, name: str, before: int) -> None:
-        """Unless it has been counted since `before`, also on the group's Gloo."""
-        if self._num_operations == before:
-            with contextlib.suppress(BadInput):  # the group is destroyed
-                self._queue(f"{name} (refused)", functools.partial(torch_private.pass_over, self._gloo), [])
 
     def _reduction(self, op: Any, dtype: torch.dtype) -> Reduction:
         kind = torch_private.reduce_op_kind(op)

@@ -20,7 +20,7 @@ from hethub.predictor.memory.state import Resident, resident
 from hethub.predictor.memory.surroundings import checkpoint_bytes, pinned, surroundings
 from hethub.spec.base import show_gib
 from hethub.spec.cluster import ClusterSpec, NodeSpec
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, either
 from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
 from hethub.spec.plan import SCHEDULES
@@ -194,7 +194,7 @@ def _remedies(layout: Layout, rank: int, part: str) -> str:
         found = [shorter] * few + ["raise the last stage's tensor-parallel degree"]
     else:
         found = [LARGER if part in ("communicator", "framework") else shorter]
-    return " or ".join([", ".join(found[:-1])] * (len(found) > 1) + found[-1:])
+    return either(found)
 
 
 class Work(NamedTuple):

@@ -139,7 +139,7 @@ class Layout:
         return 0 if self.plan.runs_in_rounds(stage) else replica
 
     def passes_in_turn(self, stage: int) -> bool:
-        """Likewise of the plan, which others than the plan may know better."""
+        """As the plan says, but for the memory probes, whose microbatches nobody deals out."""
         return self.plan.passes_in_turn(stage)
 
     @cached_property

@@ -79,7 +79,7 @@ def program_notes(program: ProgramSpec) -> list[str]:
     optimizer = f", {program.optimizer_seconds * 1e3:.3f} ms of it the optimizer" if program.optimizer_seconds else ""
     beside = (
         f"Not in it: what Python takes to call each of the {len(program.operators)} operators, which devices hide behind their "
-        "work and CPU cores do not, and the ranks' exchange of loss and norm behind every step. Together some milliseconds."
+        "work and CPU cores do not, and the ranks' exchange of loss and norm behind every step."
     )
     return [*notes, f"{program.predicted_seconds * 1e3:.3f} ms a step{optimizer}, {proof}.", beside]
 
