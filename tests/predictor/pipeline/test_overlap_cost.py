@@ -83,6 +83,19 @@ def test_cpus_are_priced_as_they_were_measured() -> None:
     assert state.reduction(0).seconds == whole + state.norms_seconds(0, state.whole[0])
 
 
+def test_new_weights_of_zero_2_come_layer_by_layer() -> None:
+    """Nothing hides the first layer's, the forward the others'. A bucket of 16 MiB was shown instead: all of a small model's
+    weights, which no run waits for, and next to none of a large one's."""
+    state = costs_of("1f1b", 2).state
+    table = LLAMA_8B.vocab * LLAMA_8B.hidden
+    layer, first, last = (
+        state.rings.seconds(0, 2 * (LLAMA_8B.layer_parameters + apart)) for apart in (0, table, table + LLAMA_8B.hidden)
+    )
+    hidden = (LLAMA_8B.layers - 2) * layer + last
+    found = state.reduction(0).gather_seconds - state.norms_seconds(0, state.whole[0])
+    assert found == pytest.approx(first + COST * hidden, rel=1e-3)
+
+
 @pytest.mark.parametrize("accelerator", ["T4", "CPU-core"])
 def test_chunks_of_a_stage_are_not_summed_for_nothing(accelerator: str) -> None:
     """Summing a chunk beside the next one's backward was free, so that one stage was cut into eight chunks where that wins

@@ -154,21 +154,23 @@ class StateCosts:
         norms = 0.0 if portion and self.layout.plan.schedule == "layered" else self.norms_seconds(stage, ends)
         offloaded = "parameters" in stage_spec.offload
         if offloaded or stage_spec.zero >= 2:  # layers come and go one by one
-            sums, gather = self.reduce_seconds(stage, ends), sum(self._by_layer(stage, ends, self.width))
+            sums, gathers = self.reduce_seconds(stage, ends), self._by_layer(stage, ends, self.width)
+            gather, first = sum(gathers), gathers[0]
         else:
             sums, gather = [self.rings.seconds(stage, num_bytes)], self.rings.seconds(stage, parameters * self.width)
+            first = gather * tail
         if offloaded and any(sums):
             tail = min(tail, sums[0] / sum(sums))
         if stage_spec.zero == 0:
             return self._beside_backward(stage, ends, 2.0 * sum(sums), tail, 2.0 * norms, 0.0)
         if stage_spec.zero < 3 and self.software.overlapped_gather and not offloaded:
-            shown = max(gather * tail, excess(gather, self._passes(stage, ends)[0], ends.layers))
+            shown = max(first, excess(gather, self._passes(stage, ends)[0], ends.layers))
             gather = shown + self.overlap_cost(stage) * (gather - shown)
         if stage_spec.zero == 1:
             return self._beside_backward(stage, ends, sum(sums), tail, norms, gather + norms)
         if stage_spec.zero == 3:
             # Nothing hides a step's first weights.
-            gather = self._by_layer(stage, ends, self.width)[0] if self.in_rounds(stage) else 0.0
+            gather = first if self.in_rounds(stage) else 0.0
         last = sums[0] if self.software.gathers_ahead else 0.0
         return Reduction(last + norms, last + norms, gather + norms)
 
