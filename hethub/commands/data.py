@@ -34,8 +34,7 @@ def tokenise(options: argparse.Namespace) -> None:
     from hethub.runtime.data.tokenise import tokenise as make_tokens
 
     check_writable(options.out)
-    # An end that is asked for ends the command here, so that it takes what is half written with it.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    _take_half_written_along()
     print(make_tokens(options.text, options.tokenizer, options.out))
 
 
@@ -55,7 +54,13 @@ def export(options: argparse.Namespace) -> None:
     need_torch("export")
     from hethub.runtime.checkpoint.export import export as write_folder
 
+    _take_half_written_along()
     print(f"exported {write_folder(options.run, options.to)} to {options.to}")
+
+
+def _take_half_written_along() -> None:
+    """From here on SIGTERM ends this command as an error does, so that what is half written goes with it."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def _add_generate(commands: Any) -> None:

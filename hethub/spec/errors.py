@@ -61,14 +61,16 @@ class RunFailed(RuntimeError):
 
 
 def nearest(word: str, candidates: list[str] | tuple[str, ...]) -> str | None:
-    """The shortest candidate that `word` begins, else the one that looks most like it, or None when none is close."""
+    """The shortest candidate that `word` begins, else the one that looks most like it, or None when none is close: long
+    words share most letters by chance, so below 0.7 a part of one must begin a part of the other."""
     import difflib
 
     begun = [candidate for candidate in candidates if len(word) > 1 and candidate.lower().startswith(word.lower())]
     if begun:
         return min(begun, key=len)
-    matches = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    alike = difflib.get_close_matches(word, candidates, n=len(candidates) or 1, cutoff=0.6)
+    surely = difflib.get_close_matches(word, candidates, n=len(candidates) or 1, cutoff=0.7)
+    return next((each for each in alike if each in surely or _begin_alike(each, word)), None)
 
 
 def suggest(word: str, candidates: list[str] | tuple[str, ...]) -> str:
@@ -100,6 +102,12 @@ def either(words: Sequence[str]) -> str:
     """One word or several, of which one is meant: "a, b or c"."""
     *others, last = words
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def _begin_alike(one: str, other: str) -> bool:
+    """Whether a word of one, of two letters and more, begins a word of the other."""
+    pairs = [(a, b) for a in _words(one.lower()) for b in _words(other.lower()) if min(len(a), len(b)) > 1]
+    return any(a.startswith(b) or b.startswith(a) for a, b in pairs)
 
 
 def _words(name: str) -> set[str]:

@@ -108,6 +108,7 @@ def test_a_model_is_evaluated_as_it_is_trained(folder: Path, key: str, own: Any)
         ("train..steps=5", "write key.path=value"),
         ("train.steps=[", r"^--set train.steps=\[: the value is not valid YAML"),
         ("model.name=x", "has no mapping at 'model' to put 'name' into"),
+        ("train.epsilon=1e-8", "train.epsilon is not a known key; did you mean 'eps'"),  # not precision
         ("nope.a.b=1", "^--set nope.a.b=1: nope is not a known key"),
         ("eval.every_steps=5", "^--set eval.every_steps=5: eval.data is missing"),
     ],
@@ -172,6 +173,8 @@ def test_a_wrong_job_is_refused(folder: Path, more: dict[str, Any], expected: st
         ({"kv_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
         ({"head_dim": 7}, "head_dim 7 is odd; RoPE turns pairs"),
         ({"layer": 2}, "layer is not a known key; did you mean 'layers'"),
+        ({"num_experts": 8}, "num_experts is not a known key; known: family, ffn, "),  # not norm_eps, which it looks like
+        ({"vocab_size": 8}, "vocab_size is not a known key; did you mean 'vocab'"),
         ({"layers": 0}, "layers is 0"),
         ({"rope_scaling": {"factor": 8, "low_freq_factor": 4, "high_freq_factor": 1, "original_max_seq_len": 64}},
          "rope_scaling: high_freq_factor must exceed low_freq_factor"),

@@ -295,12 +295,12 @@ def _appearing(folder: Path) -> Iterator[Path]:
     """A temporary folder that becomes `folder` when the block ends well and vanishes otherwise."""
     temporary = unfinished_of(folder)
     try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise BadInput(
-            f"{folder}: this user cannot write there ({error.strerror}). Allow it or name another folder."
-        ) from None
-    try:
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise BadInput(
+                f"{folder}: this user cannot write there ({error.strerror}). Allow it or name another folder."
+            ) from None
         yield temporary
         temporary.rename(folder)
     except (OSError, SafetensorError) as error:

@@ -1,7 +1,9 @@
 """From a run to text: exported folders load with their tokenizer, and greedy text is transformers' own."""
 
 import json
+import os
 import shutil
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from hethub.cli import run as command
 from hethub.kernels.bodies import choose
 from hethub.runtime.checkpoint import export as module
 from hethub.runtime.checkpoint import integrity
@@ -19,6 +22,7 @@ from hethub.runtime.checkpoint.generate import Generator, _prompt_ids, generate
 from hethub.runtime.checkpoint.index import _Window
 from hethub.runtime.data.tokenise import tokenise
 from hethub.runtime.data.tokenizer import byte_tokenizer, load_tokenizer
+from hethub.runtime.model import huggingface
 from hethub.runtime.model.layers import KeyValues
 from hethub.spec.errors import BadInput
 from tests.cli.test_hugging_face import folder_of
@@ -360,3 +364,23 @@ def test_the_text_that_was_trained_on_may_be_gone(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     check_refused(ranks(1, "generate", tmp_path, "a", cwd=tmp_path), "there is no run with checkpoints here")
+
+
+def test_an_end_that_is_asked_for_leaves_no_half_folder(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended as soon as the folder is there, and behind its first file."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def ended(work: Any) -> Any:
+        return lambda *given, **named: (work(*given, **named), os.kill(os.getpid(), signal.SIGTERM))
+
+    try:
+        for owner, name, work in ((Path, "mkdir", Path.mkdir), (huggingface, "save_file", huggingface.save_file)):
+            monkeypatch.setattr(owner, name, ended(work))
+            with pytest.raises(SystemExit, match="143"):
+                command(["export", str(run), "--to", str(tmp_path / "hf")])
+            monkeypatch.undo()
+            assert list(tmp_path.iterdir()) == []
+    finally:
+        signal.signal(signal.SIGTERM, before)
