@@ -31,7 +31,8 @@ ReduceKind: Any = CReduceOp.RedOpType
 all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-_UNUSED_TAG = 2**31 - 1
+NUM_GLOO_TAGS = 2**31 - 1
+_UNUSED_TAG = NUM_GLOO_TAGS
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 # What a Gloo group opens: its device's listener and loop; a socket each way to a peer and, where the store is served, the

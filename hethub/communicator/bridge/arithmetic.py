@@ -7,6 +7,7 @@ So all ranks hold the same bits, whatever the chunks, lanes or relay.
 """
 
 import functools
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,11 @@ class Reduction:
     num_ranks: int
     kernels: TorchKernels
     factor: Any = None
+
+    @functools.cached_property
+    def mark(self) -> int:
+        """A number for what is computed, which all ranks must give alike."""
+        return zlib.crc32(self.kind.name.encode())
 
     def prepared(self, flat: torch.Tensor) -> torch.Tensor:
         """What this rank contributes: `flat` itself, or a scaled copy for PREMUL_SUM."""

@@ -50,6 +50,7 @@ class Bridge:
         """
         if not flat.numel():
             return
+        self.links.call += reduction.mark
         if reduction.is_scaled:
             flat.copy_(reduction.prepared(flat))
         if self.is_small(flat, reduction):
@@ -62,6 +63,7 @@ class Bridge:
         self, flat: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor, reduction: Reduction
     ) -> None:
         """`out` becomes the reduction over all members of `flat[ranges[rank]]`; it may be that very memory."""
+        self.links.call += reduction.mark
         first = ranges[self.rank].start
         chunks = (
             self._scatter_stages(flat, part, _sub(out, part[self.rank].shift(-first)), reduction)

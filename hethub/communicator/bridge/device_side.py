@@ -63,6 +63,7 @@ class NativeLegs:
 
     def all_reduce(self, tensor: torch.Tensor, ready: Event, reduction: Reduction, turn: Turn) -> None:
         """`tensor` becomes the reduction over all members."""
+        self._bridge.links.call += reduction.mark
         with self._launching(turn, ready):
             flat = reduction.prepared(flat_of(tensor))
             self._run(self._reduce_stages(flat, piece, reduction) for piece in self._bridge.chunks_of(flat))
@@ -83,6 +84,7 @@ class NativeLegs:
 
     def reduce_scatter(self, begun: Launched[Sums], first: int, out: torch.Tensor, reduction: Reduction) -> None:
         """`out` becomes this member's range of the reduction, which begins at `first`; it may be memory of `sources`."""
+        self._bridge.links.call += reduction.mark
         with self._working():
             result = place_for(out)
             self._run(self._scatter_stages(*sums, result, first, reduction) for sums in begun.results())

@@ -28,7 +28,7 @@ from hethub.communicator.bridge.links import CopiedDown, Links, message_stage, w
 from hethub.communicator.bridge.staging import Staged, Stager, flat_of, is_plain, place_for
 from hethub.communicator.counters import Counters, LegClock
 from hethub.communicator.joining.islands import Islands, island_index
-from hethub.communicator.relays.gloo import GlooTransfer, begin_transfer
+from hethub.communicator.relays.gloo import GlooTransfer, begin_transfer, sized
 from hethub.communicator.relays.relay import Transfer
 from hethub.communicator.work import (
     CallbackThreads,
@@ -269,7 +269,7 @@ class PointToPoint:
         if sends:
             self._count_sent(tensor, peer)
         try:
-            inner = start(gloo, host, peer, tag)
+            inner = start(gloo, host, peer, sized(tag, host))
         except RuntimeError as error:
             raise operation.failed(error) from error
         if not sends or self._links is None:
@@ -283,7 +283,7 @@ class PointToPoint:
         if self._aborted or self._process.given_up:
             raise operation.failed(RuntimeError("the group was given up; build it anew"))
         try:
-            inner = self._gloo.recv_anysource([host], tag)
+            inner = self._gloo.recv_anysource([host], sized(tag, host))
         except RuntimeError as error:
             raise operation.failed(error) from error
         return NativeWork(operation, inner, [tensor], self._counted(tensor, "receive"))
@@ -295,7 +295,7 @@ class PointToPoint:
 
         def job() -> None:
             host, world_rank = staged.load_whole(), self._members[peer]
-            begin_transfer(torch_private.gloo_send, self._gloo, host, peer, tag, world_rank).wait()
+            begin_transfer(torch_private.gloo_send, self._gloo, host, peer, sized(tag, host), world_rank).wait()
 
         work = HethubWork(operation, [tensor], self._process.callbacks)
         return worker.submit(Job(run=job, work=work, count=self._counted(tensor, "send")))

@@ -31,7 +31,7 @@ _MAX_CHARACTERS = 150
 
 
 def mark(name: str, tensors: Sequence[torch.Tensor], opts: Any) -> int:
-    """A number for what must be the same on all ranks of an operation and costs little to look at: the reduction costs more."""
+    """A number for what must be the same on all ranks of an operation. The reduction adds its own where it is run."""
     sizes = [tensor.numel() for tensor in tensors] if name in _ALIKE else []
     return _mark(name, getattr(opts, "rootRank", None), tensors[0].dtype if tensors else None, *sizes)
 

@@ -19,6 +19,8 @@ _NUM_SIZES = (
     4093  # a prime near the calls that a tag tells apart: sizes of messages have many factors, and not this one
 )
 
+_SIZE_STEP = 2_654_435_761  # the number of tags is a prime: sizes of one tag below 2 GiB do not meet (Knuth's hash)
+
 Lanes = list[torch_private.GlooGroup]
 
 
@@ -48,6 +50,12 @@ class GlooTransfer(Transfer):
             self._work.wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise PeerError(self._peer, gloo_reason(error)) from error
+
+
+def sized(tag: int, tensor: torch.Tensor) -> int:
+    """The tag of a message of that size: Gloo takes a shorter one than was asked for without a word, and ends the process at
+    a longer one, so unlike sizes are not to meet."""
+    return (tag + tensor.nbytes * _SIZE_STEP) % torch_private.NUM_GLOO_TAGS
 
 
 def begin_transfer(
@@ -92,8 +100,7 @@ class GlooRelay(Relay):
 
     def _over_lanes(self, lanes: Lanes, start: object, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         tensor = tensor.view(torch.uint8)  # Gloo moves bytes, but knows few types by name
-        # Gloo takes a shorter message than was asked for without a word, and ends the process at a longer one: unlike
-        # sizes are not to meet.
+        # As in `sized`, above the tags that are the groups' own.
         tag = (tag + tensor.nbytes % _NUM_SIZES * self.num_tags) % (self.num_tags * self.num_calls)
         if len(lanes) == 1 or tensor.nbytes < _STRIPE_BYTES:
             return begin_transfer(start, lanes[0], tensor, peer, tag, peer)

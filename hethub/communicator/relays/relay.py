@@ -16,7 +16,7 @@ CLOSED = "connection closed: that rank destroyed its process group, or its proce
 
 OTHER_CALL = (
     "that rank is in another operation of the group: it has refused one that this rank has begun, or the other way round, or"
-    " their calls differ in name, type, size or root (HETHUB_DEBUG=1 says in which)"
+    " their calls differ in name, type, size, root or reduction (HETHUB_DEBUG=1 says in which)"
 )
 
 

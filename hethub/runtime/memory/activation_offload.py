@@ -70,12 +70,12 @@ class OffloadedLayer:
 
     def prefetch(self) -> None:
         """Starts bringing everything back, once."""
-        if not self._coming:
-            self._arena.trim()
+        if self._coming:
+            return
+        self._arena.trim()
         for key, host in self._hosts.items():
-            if key not in self._coming:
-                self._coming[key] = self._arena.fetch(host)
-                self._meter.take(self._coming[key].values)
+            self._coming[key] = self._arena.fetch(host)
+            self._meter.take(self._coming[key].values)
 
 
 @dataclass(frozen=True)

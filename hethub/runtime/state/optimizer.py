@@ -197,7 +197,6 @@ class Optimizer:
             left = leaving
             brought, coming = coming, [self._bring(run) for run in following]
             leaving = self._step_brought(batch, brought, step, scale)
-            del brought  # before the next but one is fetched
 
     def _step_brought(
         self, batch: Sequence[OwnedRun], brought: list[list["Fetch | Tensor"]], step: int, scale: float

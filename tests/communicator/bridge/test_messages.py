@@ -9,6 +9,7 @@ import torch
 from hethub.communicator.bridge.messages import Landed, PointToPoint
 from hethub.communicator.bridge.staging import Stager
 from hethub.communicator.counters import Counters
+from hethub.communicator.relays.gloo import sized
 from hethub.communicator.work import CallbackThreads, NativeWork, Operation
 from hethub.kernels.device import Device
 from hethub.kernels.reference import TorchKernels
@@ -82,10 +83,21 @@ def test_each_way_has_its_connection_and_what_is_sent_is_counted():
     for peer in (0, 2):
         messages.send(tensor, peer, 10 + peer, operation())
         messages.receive(tensor, peer, 20 + peer, operation())
-    assert [(what, *where) for what, _, *where in up.given] == [("receive", 0, 20), ("send", 2, 12)]
-    assert [(what, *where) for what, _, *where in down.given] == [("send", 0, 10), ("receive", 2, 22)]
+    found = [[(what, *where) for what, _, *where in group.given] for group in (up, down)]
+    assert found[0] == [("receive", 0, sized(20, tensor)), ("send", 2, sized(12, tensor))]
+    assert found[1] == [("send", 0, sized(10, tensor)), ("receive", 2, sized(22, tensor))]
     links = {(link["peer"], link["level"]): link["bytes"] for link in process.counters.to_dict()["links"]}
     assert links == {(0, "island"): 12, (2, "bridge"): 12}
+
+
+def test_messages_of_unlike_sizes_have_unlike_tags():
+    """Whatever their own: those of a step, those of programs, and all that torch takes."""
+    tags = [0, 1, 2, 100, 2**20, 2**31 - 2]
+    given = {
+        sized(tag, torch.empty(size, device="meta")) for tag in tags for size in (0, 1, 2, 3, 1000, 2**20, 2**20 + 1)
+    }
+    assert len(given) == 6 * 7
+    assert all(0 <= tag < 2**31 - 1 for tag in given)  # the last one breaks a group
 
 
 def test_what_is_staged_is_counted_and_sent_whole():
@@ -94,7 +106,7 @@ def test_what_is_staged_is_counted_and_sent_whole():
     assert messages.send(torch.arange(6.0)[::2], 2, 5, operation()).wait(timedelta(seconds=20))
     messages.close()
     ((what, sent, *where),) = group.given
-    assert (what, sent.tolist(), where) == ("send", [0.0, 2.0, 4.0], [2, 5])
+    assert (what, sent.tolist(), where) == ("send", [0.0, 2.0, 4.0], [2, sized(5, sent)])
     assert [link["bytes"] for link in process.counters.to_dict()["links"]] == [12]
 
 
@@ -103,7 +115,7 @@ def test_one_connection_carries_both_ways_where_there_is_no_other():
     messages = messages_of(Process(), group)
     for peer in (0, 2):  # as a library's own: what fails here ends messages, and not the world
         assert isinstance(messages.send(torch.ones(3), peer, 0, operation()), NativeWork)
-    assert [where for _, _, *where in group.given] == [[0, 0], [2, 0]]
+    assert [where for _, _, *where in group.given] == [[peer, sized(0, torch.ones(3))] for peer in (0, 2)]
 
 
 @pytest.mark.parametrize(

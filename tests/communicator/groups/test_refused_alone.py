@@ -110,17 +110,19 @@ def test_what_matches_by_tags_waits_until_the_timeout(islands, relay, name, size
     assert all(isinstance(each, str) for each in [*said[0], *said[1]]), said
 
 
-def call_unlike(rank, store, call):
-    """What an all-reduce gives or says where rank 0's differs from rank 1's."""
-    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+def call_unlike(rank, store, call, name="all_reduce"):
+    """What a reduction says where rank 0's call differs from rank 1's."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=5))
     with pytest.raises(RunFailed) as raised:
-        dist.all_reduce(*UNLIKE[call][rank])
+        REDUCING[name](*UNLIKE[call][rank])
     return str(raised.value)
 
 
 UNLIKE = {
     "type": [(torch.ones(8),), (torch.ones(8, dtype=torch.int32),)],
     "size, over as many bytes": [(torch.ones(8),), (torch.ones(16, dtype=torch.bfloat16),)],
+    "reduction": [(torch.ones(8), dist.ReduceOp.SUM), (torch.ones(8), dist.ReduceOp.MAX)],
+    "reduction of many": [(torch.ones(LARGE), dist.ReduceOp.SUM), (torch.ones(LARGE), dist.ReduceOp.MAX)],
 }
 
 
@@ -129,6 +131,32 @@ def test_calls_of_as_many_bytes_that_differ_otherwise_do_not_meet(call):
     environment = {"HETHUB_ISLANDS": "0|1", "HETHUB_RELAY": "shm"}
     for said in values(start_ranks(2, call_unlike, call, timeout_seconds=50, environment=environment)):
         assert "in another operation of the group" in said
+
+
+REDUCING = {
+    "all_reduce": dist.all_reduce,
+    "reduce_scatter_tensor": lambda tensor, op: dist.reduce_scatter_tensor(tensor[: tensor.numel() // 2].clone(), tensor, op),
+    "reduce_scatter_by_ranges": lambda tensor, op: reduce_scatter_by_ranges(
+        dist.group.WORLD, tensor, halves(tensor.numel()), op=op
+    ).wait(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("staged", ["", "0,1"])
+@pytest.mark.parametrize("name", REDUCING)
+def test_no_sum_is_added_to_a_largest(name, staged):
+    """All ranks had numbers, and no word."""
+    environment = {"HETHUB_ISLANDS": "0|1", "HETHUB_RELAY": "shm", "HETHUB_STAGED_RANKS": staged}
+    ended = start_ranks(2, call_unlike, "reduction of many", name, timeout_seconds=50, environment=environment)
+    for said in values(ended):
+        assert f"{name} in group '0' (ranks 0, 1)" in said
+        assert "in another operation of the group" in said
+
+
+def test_sum_and_largest_do_not_meet_by_tags():
+    environment = {"HETHUB_ISLANDS": "0|1", "HETHUB_RELAY": "gloo"}
+    for said in values(start_ranks(2, call_unlike, "reduction", timeout_seconds=50, environment=environment)):
+        assert "no answer within the timeout" in said
 
 
 def refuse_together(rank, store):

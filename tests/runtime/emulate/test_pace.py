@@ -2,13 +2,18 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from hethub.kernels.device import Device
 from hethub.predictor import predict
 from hethub.predictor.memory.ranks import RankMemory
 from hethub.runtime.emulate import pace as pace_module
+from hethub.runtime.emulate.network import EmulatedClock
 from hethub.runtime.emulate.pace import EmulatedPace, round_up
+from hethub.runtime.memory.host_arena import HostArena
 from hethub.spec.errors import RunFailed
 from tests.support.command import ranks
 from tests.support.emulated import EMULATED, layout
@@ -80,6 +85,23 @@ def test_a_scale_that_is_too_small_is_refused_with_the_one_it_needs(tmp_path):
     )
     ended = ranks(4, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path)
     assert [end.exit_code for end in ended] == [0] * 4, ended[0].stderr
+
+
+def test_what_is_fetched_is_there_when_its_copy_has_ended():
+    """Beside what is stored, whose copy nobody waits for, and as slow as both ways at once are."""
+    pace = EmulatedPace.__new__(EmulatedPace)
+    pace._clock, pace._host_copies_end = EmulatedClock(scale=1.0), {True: 0.0, False: 0.0}
+    pace._times = SimpleNamespace(host_seconds_per_byte=1e-3, host_passing_seconds_per_byte=2e-3)
+    arena, begun = HostArena(Device(vendor="cpu"), pace), pace._clock.at
+    host = arena.empty(10, torch.float32)
+    arena.store(host, torch.ones(10))  # 40 bytes: until 0.04 s
+    fetch = arena.fetch(host)  # beside it: until 0.08 s
+    assert pace._clock.at == begun
+    with fetch.behind():
+        assert pace._clock.at == pytest.approx(begun + 0.08)
+    assert pace._clock.at == begun
+    fetch.wait()
+    assert pace._clock.at == pytest.approx(begun + 0.08)
 
 
 def test_a_device_that_has_less_memory_than_the_run_counts_fails_by_name():

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from hethub.kernels.device import Device
 from hethub.runtime.checkpoint.elements import snapshot
 from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.memory.activation_offload import OffloadedLayer
@@ -86,6 +87,18 @@ def test_what_is_offloaded_leaves_no_holes_on_the_device_s_side() -> None:
     ((left, back),) = run_ranks(1, offloaded_blocks)
     assert left < 3 * MB
     assert back < 3 * MB
+
+
+def test_of_memory_that_is_given_back_nothing_is_kept() -> None:
+    """Each microbatch's activations have buffers of their own: what told when each was copied to grew with the run."""
+    arena = HostArena(Device(vendor="cpu"))
+    for _ in range(5):
+        host = arena.empty(4, torch.float32)
+        arena.store(host, torch.ones(4))
+        assert arena.live_bytes == 16
+        assert len(arena._last) == 1
+        del host
+    assert (arena.live_bytes, arena.peak_bytes, arena._last) == (0, 16, {})
 
 
 def copies_of_a_checkpoint(world: Any) -> list[bool]:

@@ -36,8 +36,9 @@ def delay(stream: Any) -> None:
         engine.engine().submit(lambda: time.sleep(2e-3))
 
 
-def copy_both_ways(rank: int, store: Any) -> tuple[bool, bool, bool]:
-    """Whether a fetch passes another buffer's store, whether it waits for its own buffer's, and has what that stored."""
+def copy_both_ways(rank: int, store: Any) -> tuple[bool, bool, bool, bool]:
+    """Whether computing passes a buffer's store, and a fetch another buffer's; whether that waits for its own buffer's, and
+    has what was stored."""
     device = late.install()
     arena, ones = HostArena(device), torch.ones(SIZE).to(device.torch_device)
     kept, stored = arena.empty(SIZE, torch.float32), arena.empty(SIZE, torch.float32)
@@ -45,18 +46,21 @@ def copy_both_ways(rank: int, store: Any) -> tuple[bool, bool, bool]:
     arena.synchronize()
     slow = engine.Point()
     arena._down.wait(slow)
+    stored.zero_()
     arena.store(stored, ones * 2)
+    device.current_stream().record().synchronize()
+    goes_on = bool((stored == 0).all())
     passes = bool((arena.fetch(kept).wait().cpu() == 3).all())
     fetch = arena.fetch(stored)
     time.sleep(0.05)
     waits = not fetch.event.is_done()
     slow.reached.set()
     device.new_stream().record().synchronize()  # wakes what waits for it
-    return passes, waits, bool((fetch.wait().cpu() == 2).all())
+    return goes_on, passes, waits, bool((fetch.wait().cpu() == 2).all())
 
 
-def test_a_fetch_passes_what_is_stored_elsewhere() -> None:
-    assert values(start_ranks(1, copy_both_ways)) == [(True, True, True)]
+def test_computing_and_a_fetch_pass_what_is_stored_elsewhere() -> None:
+    assert values(start_ranks(1, copy_both_ways)) == [(True, True, True, True)]
 
 
 def fetch_often(rank: int, store: Any) -> int:

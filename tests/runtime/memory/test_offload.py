@@ -12,7 +12,7 @@ from hethub.kernels.device import choose_device
 from hethub.predictor.memory.ranks import rank_memory
 from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.memory.activation_offload import OffloadedLayer
-from hethub.runtime.memory.host_arena import HostArena
+from hethub.runtime.memory.host_arena import Copy, HostArena
 from hethub.runtime.pipeline.passes import MicrobatchPass, _OffloadedGraph
 from tests.support.layouts import MODEL, Case, Shards, build_trainer, replica, shards, stage
 from tests.support.ranks import run_ranks
@@ -152,12 +152,24 @@ def test_masks_and_what_is_counted_elsewhere_stay_where_they_are() -> None:
     weight, mask = torch.randn(8, dtype=torch.float64), torch.arange(8) % 3 == 0
     x = torch.randn(8, dtype=torch.float64, requires_grad=True)
     arena = HostArena(choose_device(0, 1, kind="cpu"))
-    layer = OffloadedLayer(arena, MemoryMeter([weight]))
+    meter = MemoryMeter([weight])
+    layer = OffloadedLayer(arena, meter)
     with layer.saving():
         result = (x * weight).masked_fill(mask, 0.0).exp()
     assert arena.live_bytes == result.nbytes  # what exp keeps
+    assert meter.peak_bytes == result.nbytes + mask.nbytes
     result.sum().backward()
     assert torch.equal(x.grad, torch.where(mask, 0.0, (x * weight).exp() * weight))
+
+
+def test_what_a_layer_keeps_leaves_beside_the_next_one() -> None:
+    """On a device nobody else waits for it: its memory would be had again only when the host sees that it has left."""
+    x, left = torch.ones(8, requires_grad=True), list[Copy]()
+    arena = HostArena(choose_device(0, 1, kind="cpu"))
+    arena.leave = left.extend  # type: ignore[method-assign]
+    with OffloadedLayer(arena, MemoryMeter([])).saving():
+        result = x.exp()
+    assert [copy.values.data_ptr() for copy in left] == [result.data_ptr()]
 
 
 def on_the_way(world: Any, case: Case) -> list[bool]:

@@ -24,6 +24,17 @@ def test_what_has_been_sent_is_let_go_with_the_next_message() -> None:
     assert [work for work, _ in transport._sends] == works[2:]
 
 
+def test_a_step_ends_with_what_it_has_sent() -> None:
+    """Its last results else lay beside the next step's first ones."""
+    transport: Any = Transport.__new__(Transport)
+    transport._arrivals, transport._handed, transport._expected, transport._num_posted = {}, {}, {}, {}
+    transport._num_loading, waited = 0, []
+    transport._sends = deque((SimpleNamespace(wait=lambda n=n: waited.append(n)), torch.empty(1)) for n in range(3))
+    transport.finish()
+    assert waited == [0, 1, 2]
+    assert not transport._sends
+
+
 def test_a_log_of_spans_is_of_one_step() -> None:
     log = SpanLog(0, choose_device(0, 1, kind="cpu"))
     for stage in (1, 2):
