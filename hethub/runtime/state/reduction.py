@@ -138,9 +138,8 @@ class Reducer:
             else:
                 alike.setdefault(each.piece.group.contributors, []).append(number)
         for ranks, numbers in alike.items():
-            pieces = [
-                self.pieces[number].piece for number in numbers
-            ]  # in the order of launches, the same on every rank
+            # in the order of launches, the same on every rank
+            pieces = [self.pieces[number].piece for number in numbers]
             part = split(sum(piece.numel for piece in pieces), len(ranks))[ranks.index(self.rank)]
             for number, piece, place in zip(numbers, pieces, from_sizes(p.numel for p in pieces), strict=True):
                 found[number] = slice_runs(piece.runs, overlap(part, place).shift(-place.start))
