@@ -103,6 +103,10 @@ class Collectives:
             rest = min(self.costs.microbatch(*place, size, portion).rest.total for place, size in sizes)
             tail = self.costs.state.reduction(stage.index, portion).tail_seconds + rest
             through = [self._through.get(node, node) for node in stage.completing(chunk)]
+            if layered := self.graph.layered.keys() & stage.reduces(chunk):  # which begin with the last sum
+                for node in layered:
+                    self.graph.seconds[node] = tail
+                tail = 0.0
             self._wait(stage.reduces(chunk), self._meet(through, tail))
 
     def _reduce_beside(self, stage: StageNodes) -> None:
@@ -211,13 +215,13 @@ class Collectives:
 
     def _catch_up(self, stage: StageNodes, chunk: int, updated: dict[int, float], *, meets: bool) -> None:
         """A chunk whose gradients are complete is not stepped before the norm of all is known, by which they are
-        clipped: the first chunk is when the next step begins, the others while the one before them begins its forward."""
+        clipped: the first chunk is when the next step begins, the others while the one before them is in its first forward."""
         if not chunk:
             self.update_seconds |= updated
             return
         first = stage.first[Kind.FORWARD, chunk - 1]
         for run, node in zip(stage.apart, first, strict=True):
-            self.graph.seconds[node] += updated[run.actor]
+            self.graph.delay(node, updated[run.actor])
         if meets:
             self._wait_for_all_to_begin(stage, first, 0.0)
 

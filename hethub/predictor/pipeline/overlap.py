@@ -2,7 +2,7 @@
 pass still shows."""
 
 from collections.abc import Sequence
-from itertools import accumulate, islice, pairwise
+from itertools import islice, pairwise
 from operator import add
 from typing import NamedTuple
 
@@ -43,6 +43,44 @@ class Visit(NamedTuple):
         """Seconds to gather the weights of the visit `after` it, which are there if it is the same layer's."""
         return 0.0 if self.layer is not None and self.layer == after.layer else after.gather
 
+    def bringing(self, ahead: float, cost: float = 0.0) -> "Visit":
+        """The same in a run: its gather is what it brings ahead, for the visit behind it. A second of collectives beside compute
+        makes both longer by `cost`."""
+        collectives = ahead + self.reduction
+        longer = cost * min(collectives, self.compute)
+        part = 1.0 + longer / collectives if longer else 1.0
+        return self._replace(compute=self.compute + longer, gather=part * ahead, reduction=part * self.reduction)
+
+
+class LayerLink:
+    """What passes of a stage leave to those behind them: until when the link is `taken` on which layers are gathered and summed
+    in one order, when the weights that were announced last are there, when the last two sums are, and when the last one began.
+
+    As an executor does them (hethub/runtime/state/zero.py): a visit that begins announces the next one, whose weights are
+    brought then; its sum starts when it ends. The next visit waits for its weights, and if it adds to gradients for all sums
+    but one.
+    """
+
+    def __init__(self) -> None:
+        self.taken, self.ready, self.sums, self.summing = 0.0, 0.0, (0.0, 0.0), 0.0
+
+    def through(self, now: float, visits: Sequence[Visit]) -> tuple[float, list[float]]:
+        """When visits that may begin `now` are over, each with what it brings; and how late each begins behind the compute
+        before it."""
+        late, taken, ready, sums = [], self.taken, self.ready, self.sums
+        for compute, gather, reduction, messages, _ in visits:
+            begun = max(now, ready, sums[0]) if reduction else max(now, ready)
+            late.append(begun - now)
+            taken = max(taken, begun) + messages + gather
+            ready = taken if gather else 0.0
+            now = begun + compute
+            if reduction:
+                self.summing = max(taken, now)
+                taken = self.summing + reduction
+                sums = sums[1], taken
+        self.taken, self.ready, self.sums = taken, ready, sums
+        return now, late
+
 
 class Shown(NamedTuple):
     """Of a visit or a pass, the seconds of its communication, and those that no compute hides."""
@@ -51,16 +89,19 @@ class Shown(NamedTuple):
     exposed_seconds: float
 
 
-def shown(visits: Sequence[Visit], rounds: float = 1, ahead: float = 0.0) -> tuple[list[Shown], float]:
+def shown(visits: Sequence[Visit], rounds: float = 1) -> tuple[list[Shown], float]:
     """By visit, the mean over so many rounds of them, one behind the other; it is late by what is exposed, behind the compute
-    before it. And the seconds that are left in the end of all but the last sum. The first of all has its weights, the last one
-    gathers those of a visit behind it, `ahead`. From the third on all rounds count alike."""
+    before it. And the seconds that are left in the end of all but the last sum. The first of all has its weights. From the third
+    on all rounds count alike."""
     run = [*visits] * (3 if rounds > 1 else 1)
-    brought = [0.0, *(before.brings(visit) for before, visit in pairwise(run)), ahead]
+    brought = [0.0, *(before.brings(visit) for before, visit in pairwise(run)), 0.0]
     late, left = [0.0] * len(run), 0.0
-    if sum(max(own) for own in list(zip(*visits, strict=True))[1:4]) + ahead > min(visit.compute for visit in visits):
-        late, left = _late(run, brought)
-    found = list(zip(map(add, brought, [visit.reduction for visit in run]), late, strict=True))
+    if binds(visits):
+        link = LayerLink()
+        end, late = link.through(0.0, list(map(Visit.bringing, run, brought[1:])))
+        last = visits[-1].reduction
+        left = max(0.0, link.sums[1] - last - end) if last else 0.0
+    found = list(zip(map(add, brought, [visit.reduction for visit in run]), late, strict=False))
     by_round = [found[at : at + len(visits)] for at in range(0, len(run), len(visits))]
     if rounds == 1:
         return [Shown(*own) for own in by_round[0]], left
@@ -70,24 +111,9 @@ def shown(visits: Sequence[Visit], rounds: float = 1, ahead: float = 0.0) -> tup
     ], left
 
 
-def _late(visits: Sequence[Visit], brought: Sequence[float]) -> tuple[list[float], float]:
-    """By visit the seconds between the compute before it and its own, and what is left at the end of sums before the last.
-
-    As an executor does them (hethub/runtime/state/zero.py): a visit that begins announces the next one, whose weights are
-    `brought` then; its sum starts when it ends, all in one order on one link. The next visit waits for its weights, and if it
-    adds to gradients for all sums but one.
-    """
-    found, begun, link, sums = [0.0], 0.0, 0.0, [0.0, 0.0]
-    for visit, after, gather in zip(visits, [*visits[1:], Visit(0.0)], brought[1:], strict=True):
-        ready = link = max(link, begun) + visit.messages + gather
-        computed = begun + visit.compute
-        if visit.reduction:
-            link = max(link, computed) + visit.reduction
-            sums = [sums[1], link]
-        begun = max(computed, ready if gather else 0.0, sums[0] if after.reduction else 0.0)
-        found.append(begun - computed)
-    last = visits[-1].reduction
-    return found[:-1], max(0.0, sums[1] - last - computed) if last else 0.0
+def binds(visits: Sequence[Visit]) -> bool:
+    """Whether any of these may wait for communication, which may take longer than the compute that is beside it."""
+    return sum(max(own) for own in list(zip(*visits, strict=True))[1:4]) > min(visit.compute for visit in visits)
 
 
 Ends = tuple[tuple[float, float], tuple[float, float]]  # forward and backward of the embedding, and of the head
@@ -109,14 +135,11 @@ class Round(NamedTuple):
         gathers: Sequence[Sequence[float]],
         reductions: Sequence[float],
         messages: float,
-        *,
-        stays: bool = True,
     ) -> "Round":
         """From the seconds of whole passes, of which `ends` come with the first and the last layer, of each layer's
-        collectives, all in model order (`gathers` of the forward and of the backward), and of a pass's messages. Between two
-        passes the layer at which they meet `stays`, unless others come between them."""
+        collectives, all in model order (`gathers` of the forward and of the backward), and of a pass's messages."""
         layers = len(reductions)
-        numbers = range(layers) if stays else [None] * layers
+        numbers = range(layers)
         forward, backward, deferred = ([seconds / layers] * layers for seconds in passes)
         for kind, each in ((0, forward), (1, backward)):
             own = [end[kind] for end in ends]
@@ -130,20 +153,13 @@ class Round(NamedTuple):
             [*map(Visit, deferred, none, reductions, none)][::-1] if defers_wgrad else [],
         )  # fmt: skip
 
-    def shown(self, rounds: float, *, turns: bool, chunks: Sequence[int] = ()) -> tuple[list[list[Shown]], list[float]]:
+    def shown(self, rounds: float, *, turns: bool) -> tuple[list[list[Shown]], float]:
         """Of each pass, by visit, its mean over so many rounds, where a backward comes behind each forward (`turns`) or all
-        forwards come first; and what is left of sums behind the last. A stage whose sums are waited for behind the backward of
-        each chunk has `chunks` of so many layers: behind each of these."""
+        forwards come first; and what is left of sums behind the last."""
         forward, backward, deferred = self
-        if turns:
-            runs = [[*forward, *backward, *deferred]]
-        else:
-            edges = [0, *accumulate(reversed(chunks or [len(backward)]))]
-            runs = [forward, *(backward[start:stop] for start, stop in pairwise(edges))]
-        ahead = [0.0, *(run[0].gather for run in runs[2:]), 0.0]
-        found = [shown(run, rounds, gather) for run, gather in zip(runs, ahead, strict=False)]
+        found = [shown(run, rounds) for run in ([[*forward, *backward, *deferred]] if turns else [forward, backward])]
         each = iter([own for visits, _ in found for own in visits])
-        return [list(islice(each, len(visits))) for visits in self], [left for _, left in found[::-1]]
+        return [list(islice(each, len(visits))) for visits in self], found[-1][1]
 
 
 def exposed(compute: float, beside: Sequence[float]) -> float:

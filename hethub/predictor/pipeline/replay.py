@@ -4,9 +4,26 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
+from typing import NamedTuple
+
+from hethub.predictor.pipeline.overlap import LayerLink, Visit
 
 Needs = list[tuple[int, float]]  # nodes and the seconds from their end to when it counts
 NONE = -1  # where a node waits for no other
+
+
+class LayeredPass(NamedTuple):
+    """A node whose layers wait for weights and sums, on the link of its actor; without visits one that begins when the last
+    sum does."""
+
+    actor: int
+    visits: Sequence[Visit] = ()
+
+    def end(self, now: float, seconds: float, link: LayerLink) -> float:
+        """When it ends that may begin now and takes so long beside what it waits for."""
+        if self.visits:
+            return link.through(now, self.visits)[0]
+        return max(now, link.summing) + seconds
 
 
 @dataclass
@@ -24,6 +41,7 @@ class TaskGraph:
     under_way: list[float] = field(default_factory=list)
     needs: defaultdict[int, Needs] = field(default_factory=lambda: defaultdict(list))
     orders: list[Sequence[int]] = field(default_factory=list)
+    layered: dict[int, LayeredPass] = field(default_factory=dict)
 
     def add(self, actor: int, seconds: float, needs: Needs | None = None) -> int:
         """The number of a new node at the end of an actor's order."""
@@ -52,6 +70,14 @@ class TaskGraph:
         added = self.extend(self.add_actor(), seconds)
         self.sources[added.start :], self.under_way[added.start :] = sources, under_way
 
+    def delay(self, node: int, seconds: float) -> None:
+        """Lets a node take so much longer; a layered pass when it begins its last layer, before that brings anything."""
+        self.seconds[node] += seconds
+        if own := self.layered.get(node):
+            *before, last = own.visits
+            last = last._replace(compute=last.compute + seconds, messages=last.messages + seconds)
+            self.layered[node] = own._replace(visits=(*before, last))
+
     def needs_of(self, node: int) -> Needs:
         """All that a node waits for."""
         first = [] if self.sources[node] == NONE else [(self.sources[node], self.under_way[node])]
@@ -61,10 +87,14 @@ class TaskGraph:
 def replay(graph: TaskGraph, starts: dict[int, float] | None = None) -> list[float]:
     """When each node ends; `starts` are the actors that begin later than at 0.
 
-    Each actor runs its list in order; one that waits for a node not yet done is woken by it. Raises AssertionError
+    Each actor runs its list in order; one that waits for a node not yet done is woken by it. A layered pass takes what it
+    waits for its layers, too, which its seconds have afterwards. Raises AssertionError
     where nodes wait for each other, which a bound layout's schedule never does.
     """
-    seconds, sources, under_way, needs = graph.seconds, graph.sources, graph.under_way, graph.needs
+    seconds, sources, under_way, needs, layered = (
+        graph.seconds, graph.sources, graph.under_way, graph.needs, graph.layered,
+    )  # fmt: skip
+    links = {own.actor: LayerLink() for own in layered.values()}
     unknown = float("inf")
     ends = [unknown] * len(seconds) + [-unknown]  # the last one is that of NONE
     begun = [((starts or {}).get(actor, 0.0), iter(order)) for actor, order in enumerate(graph.orders)]
@@ -85,6 +115,9 @@ def replay(graph: TaskGraph, starts: dict[int, float] | None = None) -> list[flo
                         waiting.setdefault(source, []).append((now, node, order))
                         break
                     now = ready
+            if node in layered:
+                own = layered[node]
+                seconds[node] = own.end(now, seconds[node], links[own.actor]) - now
             ends[node] = now = now + seconds[node]
             if node in waiting:
                 runnable += waiting.pop(node)

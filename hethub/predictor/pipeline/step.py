@@ -130,6 +130,10 @@ def _replayed_times(wiring: Wiring, costs: PlanCosts | FoldedCosts, full: bool) 
     parts = compute.spent[bottleneck]._asdict() | {"pp": 0.0, "optimizer": collectives.optimizer_seconds[bottleneck]}
     run = compute.runs[bottleneck]
     parts["dp"] += collectives.gather_seconds[bottleneck]
+    parts["dp"] += sum(
+        graph.seconds[node] - sum(visit.compute for visit in graph.layered[node].visits)
+        for node in graph.layered.keys() & set(graph.orders[run.actor])
+    )
     for _, idle, source, under_way in idle_times(graph, ends, run.actor, begins.get(run.actor, 0.0)):
         collective = collectives.under_way(source, ends)
         if collective is not None:

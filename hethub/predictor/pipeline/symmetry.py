@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.overlap import MicrobatchCost
+from hethub.predictor.pipeline.overlap import MicrobatchCost, Round
 from hethub.predictor.pipeline.state.costs import Portion
 from hethub.predictor.pipeline.traffic.link_loads import Paces
 from hethub.predictor.pipeline.traffic.routes import Group
@@ -71,6 +71,9 @@ class FoldedCosts(NamedTuple):
 
     def microbatch(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> MicrobatchCost:
         return self.costs.microbatch(stage, self.group[stage][replica], samples, portion)
+
+    def visits(self, stage: int, replica: int, samples: int, portion: Portion) -> Round:
+        return self.costs.visits(stage, self.group[stage][replica], samples, portion)
 
     def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
         target_stage = stage + 1 if below is None else below

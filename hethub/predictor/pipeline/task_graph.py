@@ -7,13 +7,13 @@ Collectives over a chunk are nodes of a stream of their own, beside compute.
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain, groupby, pairwise, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.overlap import Parts
-from hethub.predictor.pipeline.replay import NONE, TaskGraph
+from hethub.predictor.pipeline.overlap import Parts, Visit, binds
+from hethub.predictor.pipeline.replay import NONE, LayeredPass, TaskGraph
 from hethub.predictor.pipeline.symmetry import FoldedCosts
 from hethub.predictor.pipeline.traffic.link_loads import Paces
 from hethub.predictor.pipeline.wiring import BoundaryMessages, Place, Run, Way, Wiring, pieces
@@ -58,8 +58,11 @@ class Compute:
         self.through: dict[int, int] = {}  # by node of a pass, one that ends when others let its replica be through
         self._priced: dict[tuple[object, ...], tuple[list[Parts], list[Parts], Parts]] = {}
         self.senders: dict[int, int] = {}  # by node of a flow, the node that gives it its messages
+        self.layered: dict[int, LayeredPass] = {}
         seconds = [each for stage in range(self.layout.num_stages) for each in self._seconds(stage)]
-        self.graph = TaskGraph(seconds, wiring.sources[:], [0.0] * len(seconds), orders=list(wiring.orders))
+        self.graph = TaskGraph(
+            seconds, wiring.sources[:], [0.0] * len(seconds), orders=list(wiring.orders), layered=self.layered
+        )
         sent = [each for of_boundary in wiring.boundaries for each in self._messages(of_boundary)]
         for _, between in groupby(sorted(sent, key=attrgetter("ends")), attrgetter("ends")):
             self._add_messages(list(between))
@@ -69,12 +72,80 @@ class Compute:
     def _seconds(self, stage: int) -> list[float]:
         """By node of a stage, what it takes."""
         places = [(stage, replica) for replica in range(len(self.layout.stages[stage].replicas))]
+        if self.costs.state.is_replayed(stage):
+            return self._by_layer(stage)
         if not self.layout.plan.runs_in_rounds(stage):
             return [each for place in places for each in self._by_node(self._taken(place), self.runs[place])]
         taken = [self._taken_in_rounds(place) for place in places]
         if self.wiring.goes_as_one(stage):
             return self._by_node([max(own) for own in zip(*taken, strict=True)], self.runs[stage, 0])
         return [each for own in taken for each in own]
+
+    def _by_layer(self, stage: int) -> list[float]:
+        """The same of a stage whose passes wait for their layers; notes these where they may wait."""
+        places = [(stage, replica) for replica in range(len(self.layout.stages[stage].replicas))]
+        taken = [self._visits(place) for place in places]
+        if self.wiring.goes_as_one(stage):
+            taken = [[self._slowest(own) for own in zip(*taken, strict=True)]]
+        waits = binds([visit for visits in {visits for own in taken for visits in own} for visit in visits])
+        found = list[float]()
+        for first, alone in zip(places[: len(taken)], taken, strict=True):
+            visits = self._bringing(self.runs[first], alone, self.costs.state.overlap_cost(stage))
+            seconds = [sum(visit.compute for visit in own) for own in visits]
+            longer = sum(seconds) - sum(visit.compute for own in alone for visit in own)
+            for place in places if self.wiring.goes_as_one(stage) else [first]:
+                self.spent[place] = self.spent[place]._replace(dp=self.spent[place].dp + longer)
+            if waits:
+                run = self.runs[first]
+                nodes = {run.nodes[at]: own for at, own in enumerate(visits) if own}
+                nodes |= {run.nodes[at]: () for (kind, _), at in run.order.updates.items() if kind is Kind.REDUCE}
+                self.layered |= {node: LayeredPass(run.actor, own) for node, own in nodes.items()}
+            found += seconds
+        return found
+
+    def _visits(self, place: Place) -> list[tuple[Visit, ...]]:
+        """A replica's visits of layers at each entry of its actor's order; of none in rounds that it has no microbatch for."""
+        (stage, replica), order, spec = place, self.runs[place].order, self.layout.replica(*place)
+        self._prices(place, order)
+        short = spec.samples % spec.micro_batch or spec.micro_batch
+        found: list[tuple[Visit, ...]] = [()] * len(order.operation_of)
+        in_rounds = self.layout.plan.runs_in_rounds(stage)
+        for (kind, chunk), positions in order.positions.items():
+            portion = self.costs.state.portions[stage][chunk]
+            own = self.layout.round_numbers(stage, replica) if in_rounds else range(len(positions))
+            full, last = (
+                tuple(self.costs.visits(stage, replica, size, portion)[PASSES[kind]])
+                for size in (spec.micro_batch, short)
+            )
+            none = tuple([visit._replace(compute=0.0) for visit in full])
+            for position in positions:
+                found[position] = none
+            for number in own:
+                found[positions[number]] = full
+            found[positions[own[-1]]] = last
+        return found
+
+    @staticmethod
+    def _slowest(visits: Sequence[tuple[Visit, ...]]) -> tuple[Visit, ...]:
+        """Those of replicas that do every layer together."""
+        if len(set(visits)) == 1:
+            return visits[0]
+        return tuple(max(layer) for layer in zip(*visits, strict=True))
+
+    def _bringing(self, run: Run, taken: Sequence[tuple[Visit, ...]], cost: float) -> list[tuple[Visit, ...]]:
+        """An actor's visits with what each brings for the next. A layer stays where the same chunk goes on with it."""
+        found, known = list(taken), dict[object, tuple[Visit, ...]]()
+        passes = [(at, run.order.computing[run.order.operation_of[at]][1]) for at, own in enumerate(taken) if own]
+        for (at, chunk), (after, following) in pairwise([*passes, (-1, -1)]):
+            own, ahead = taken[at], 0.0
+            if after >= 0:
+                first = taken[after][0]
+                ahead = own[-1].brings(first) if chunk == following else first.gather
+            if (own, ahead) not in known:
+                each = [*(before.brings(visit) for before, visit in pairwise(own)), ahead]
+                known[own, ahead] = tuple(map(Visit.bringing, own, each, repeat(cost)))
+            found[at] = known[own, ahead]
+        return found
 
     def _summed(self, stage: int) -> list[tuple[int, int]]:
         """Where in their order a stage's replicas sum gradients layer by layer, and of how many layers."""

@@ -82,13 +82,14 @@ class StageNodes:
 class Wiring:
     """The compute of all replicas as nodes that wait for each other's microbatches.
 
-    On a single stage no microbatch waits for another, unless replicas meet in rounds, so that all between the ends of the
-    passes is one node, unless `full` asks for each.
+    On a single stage no microbatch waits for another, unless replicas meet in rounds or chunks come in turn, so that all
+    between the ends of the passes is one node, unless `full` asks for each.
     """
 
     def __init__(self, layout: Layout, full: bool) -> None:
         self.layout = layout
-        self.each = full or layout.num_stages > 1 or self.meets(0)
+        chunks_in_turn = layout.plan.num_chunks > 1 and not layout.plan.passes_in_turn(0)
+        self.each = full or layout.num_stages > 1 or self.meets(0) or chunks_in_turn
         self.orders: list[range] = []  # the nodes of each actor
         self.runs: dict[Place, Run] = {}
         for stage, spec in enumerate(layout.stages):

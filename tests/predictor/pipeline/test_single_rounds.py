@@ -37,11 +37,11 @@ class Clock:
 
     def prefetch(self, kind: Kind, layer: int) -> None:
         self.next = layer
-        if layer not in self.present:
-            self.present[layer] = self.link = max(self.link, self.now) + self.gathered[kind][layer]
+        if layer not in self.present and (gather := self.gathered[kind][layer]):
+            self.present[layer] = self.link = max(self.link, self.now) + gather
 
     def acquire(self, kind: Kind, layer: int) -> None:
-        self.next, self.now = None, max(self.now, self.present[layer])
+        self.next, self.now = None, max(self.now, self.present.get(layer, 0.0))
         if kind is Kind.BACKWARD:
             self.land(left=1)
 
@@ -51,7 +51,7 @@ class Clock:
             self.link = max(self.link, self.now) + self.summed[layer]
             self.reducing.append(self.link)
         if layer != self.next:
-            del self.present[layer]
+            self.present.pop(layer, None)
 
     def land(self, left: int) -> None:
         while len(self.reducing) > left:
@@ -102,6 +102,26 @@ def test_a_single_round_takes_what_its_visits_take(zero: int, schedule: Schedule
         costs.state.gather_seconds = lambda *_: [0.0] * model.layers  # type: ignore[method-assign]
     expected = executed(layout, costs) + norms + costs.optimizer(0, 0) + gather
     assert step_times(layout, costs).seconds == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("own_seed", range(8))
+@pytest.mark.parametrize("zero", [2, 3])
+def test_chunks_that_come_in_turn_take_what_their_visits_take(zero: int, own_seed: int) -> None:
+    """In several rounds, whose passes were priced as if those of one chunk followed each other."""
+    chance = random.Random(own_seed)
+    on = cluster(("A100-SXM4-80GB", 2, 1), gbps=10 ** chance.uniform(0.5, 3)).replace(emulated=True)
+    model, rounds = LLAMA_8B.replace(layers=3 * chance.randint(1, 3)), chance.randint(2, 8)
+    layout = uniform(model, on, tp=1, pp=1, micro_batch=1, batch=2 * rounds, seq=1024, zero=zero)
+    layout = bind(under("interleaved", layout.plan, 3), model, on)
+    costs = PlanCosts(layout, HETHUB, packaged())
+    found = step_times(layout, costs)
+    norms = costs.state.norms_seconds(0, costs.state.whole[0])
+    gather = norms if zero == 3 else costs.state.reduction(0).gather_seconds
+    if zero == 2:
+        costs.state.gather_seconds = lambda *_: [0.0] * model.layers  # type: ignore[method-assign]
+    expected = executed(layout, costs) + norms + costs.optimizer(0, 0) + gather
+    assert found.seconds == pytest.approx(expected, rel=1e-9)
+    assert sum(found.breakdown.values()) == pytest.approx(expected, rel=1e-9)
 
 
 @of_all_draws

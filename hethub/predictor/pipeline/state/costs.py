@@ -224,38 +224,47 @@ class StateCosts:
     ) -> tuple[float, ...]:
         """What the collectives of a round (ZeRO-2/3) and weights from the host add to a microbatch's forward, backward and
         the weights' gradients that were put off, beyond what compute hides, in the mean of so many `rounds`; and what is left of
-        them behind the last but for its last sum. `passes` are the seconds of these, of which `ends` are the embedding's and
-        the head's, of what goes `at_once`; beside each pass go so many seconds of `messages`."""
-        in_rounds = self.in_rounds(stage)
-        offloaded = "parameters" in self.layout.stages[stage].offload and not self.in_passes(stage)
-        if not in_rounds and not offloaded:
+        them behind the last but for its last sum; nothing where a replay knows all this. `passes` are the seconds of these, of
+        which `ends` are the embedding's and the head's, of what goes `at_once`; beside each pass go so many seconds of
+        `messages`."""
+        if not self.by_layer(stage) or self.is_replayed(stage):
             return 0.0, 0.0, 0.0, 0.0
-        whole = self.at_once(stage, portion, rounds)
-        gathers = [self.gather_seconds(stage, whole, kind) for kind in (Kind.FORWARD, Kind.BACKWARD)]
-        reductions = self.reduce_seconds(stage, whole) if in_rounds else [0.0] * whole.layers
+        around = self.round(stage, passes, self.at_once(stage, portion, rounds), ends, messages)
         if not self.software.gathers_ahead:
-            gather, reduce = sum(gathers[0]), sum(reductions)
+            gather = sum(visit.gather for visit in around.forward)
+            summed = sum(visit.gather + visit.reduction for visit in around.backward)
             return (
                 self._shown(stage, gather, excess(gather, passes[0], portion.layers)),
-                self._shown(stage, gather + reduce, excess(gather + reduce, passes[1], portion.layers)),
+                self._shown(stage, summed, excess(summed, passes[1], portion.layers)),
                 0.0, 0.0,
             )  # fmt: skip
-        plan, chunks = self.layout.plan, self.portions[stage] if whole != portion else (portion,)
-        stays = rounds == 1 or plan.num_chunks == 1  # passes of no other chunk lie between
-        around = Round.of(passes, ends, gathers, reductions, messages, stays=stays)
-        found, left = around.shown(
-            rounds,
-            turns=not plan.holds_all and plan.num_chunks == 1,
-            chunks=[chunk.layers for chunk in chunks] if self.steps_apart else [],
+        found, left = around.shown(rounds, turns=not self.layout.plan.holds_all)
+        added = [[self._shown(stage, *own) for own in visits] for visits in found]
+        if len(around.forward) == portion.layers:
+            return *map(sum, added), left
+        # Layers that are alike share what is shown of them.
+        alike = [(own == portion) / self.portions[stage].count(portion) for own in self.portions[stage]]
+        parts = (alike, alike[::-1], alike[::-1])
+        return *(sum(map(mul, part, own)) for part, own in zip(parts, added, strict=True)), left
+
+    def round(
+        self, stage: int, passes: Sequence[float], portion: Portion, ends: Ends = NO_ENDS, messages: float = 0.0
+    ) -> Round:
+        """The visits of a microbatch's passes through a portion."""
+        gathers = [self.gather_seconds(stage, portion, kind) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+        reductions = self.reduce_seconds(stage, portion) if self.in_rounds(stage) else [0.0] * portion.layers
+        return Round.of(passes, ends, gathers, reductions, messages)
+
+    def by_layer(self, stage: int) -> bool:
+        """Whether every microbatch of a stage goes with what its layers gather, sum, or fetch from the host."""
+        return self.in_rounds(stage) or (
+            "parameters" in self.layout.stages[stage].offload and not self.in_passes(stage)
         )
-        # Chunks that are alike share what is shown of them.
-        alike = [(chunk == portion) / chunks.count(portion) for chunk in chunks]
-        parts = [part for part, chunk in zip(alike, chunks, strict=True) for _ in range(chunk.layers)]
-        added = [
-            self._shown(stage, *(sum(map(mul, part, own)) for own in zip(*each, strict=True))) if each else 0.0
-            for part, each in zip((parts, parts[::-1], parts[::-1]), found, strict=True)
-        ]
-        return *added, sum(map(mul, alike, left)) if self.steps_apart else left[0]
+
+    def is_replayed(self, stage: int) -> bool:
+        """Whether a replay goes through that layer by layer: where chunks of a stage come in turn, what a pass waits for
+        depends on those before it."""
+        return self.software.gathers_ahead and self.layout.plan.num_chunks > 1 and self.by_layer(stage)
 
     def at_once(self, stage: int, portion: Portion, rounds: float) -> Portion:
         """What a microbatch passes without a pause if it passes a portion: of a single round, the stage."""
