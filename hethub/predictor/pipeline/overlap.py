@@ -91,22 +91,22 @@ class Shown(NamedTuple):
 
 def shown(visits: Sequence[Visit], rounds: float = 1) -> tuple[list[Shown], float]:
     """By visit, the mean over so many rounds of them, one behind the other; it is late by what is exposed, behind the compute
-    before it. And the seconds that are left in the end of all but the last sum. The first of all has its weights. From the third
-    on all rounds count alike."""
-    run = [*visits] * (3 if rounds > 1 else 1)
+    before it. And the seconds that are left in the end of the sum before the last. The first of all has its weights. From the
+    third on all rounds count as the fourth, which two sums under way hold up if they hold up any."""
+    run = [*visits] * (4 if rounds > 1 else 1)
     brought = [0.0, *(before.brings(visit) for before, visit in pairwise(run)), 0.0]
     late, left = [0.0] * len(run), 0.0
     if binds(visits):
         link = LayerLink()
         end, late = link.through(0.0, list(map(Visit.bringing, run, brought[1:])))
-        last = visits[-1].reduction
-        left = max(0.0, link.sums[1] - last - end) if last else 0.0
+        *_, before, last = 0.0, 0.0, *filter(None, (visit.reduction for visit in run))
+        left = min(before, max(0.0, link.sums[1] - last - end))
     found = list(zip(map(add, brought, [visit.reduction for visit in run]), late, strict=False))
     by_round = [found[at : at + len(visits)] for at in range(0, len(run), len(visits))]
     if rounds == 1:
         return [Shown(*own) for own in by_round[0]], left
     return [
-        Shown(*(later + (first + second - 2 * later) / rounds for first, second, later in zip(*own, strict=True)))
+        Shown(*(later + (first + second - 2 * later) / rounds for first, second, _, later in zip(*own, strict=True)))
         for own in zip(*by_round, strict=True)
     ], left
 

@@ -181,6 +181,22 @@ def test_a_first_round_finds_a_link_with_nothing_on_it() -> None:
     assert several[1] == pytest.approx([b + (a - b) / 2 for a, b in zip(first, steady, strict=True)])
 
 
+@pytest.mark.parametrize("compute", [1.0, 0.8, 0.1])
+def test_rounds_that_sums_hold_up_take_as_long_as_these(compute: float) -> None:
+    """The third round less the second was the steady one, which two sums under way do not hold up yet: with faster compute the
+    second got shorter, the third did not, and a step of 21 rounds grew."""
+    visits, rounds = [Visit(compute), Visit(compute, reduction=12.0)], 21
+    found, left = shown(visits, rounds)
+    passes = rounds * (2 * compute + sum(own.exposed_seconds for own in found))
+    assert passes + left == pytest.approx(2 * compute + (rounds - 1) * 12.0, rel=0.01)
+
+
+def test_no_more_is_left_of_sums_than_one_beside_the_last() -> None:
+    """However many messages are under way on their link; seven sums were, and more where compute got faster."""
+    _, left = shown([Visit(0.1, messages=2.0), Visit(0.2, reduction=1.0, messages=2.0)], 8)
+    assert left == 1.0
+
+
 def test_where_a_pass_turns_weights_stay() -> None:
     """Backward begins with the layer that forward ended with, and a forward with the backward's last, but for weights'
     gradients between the two."""
