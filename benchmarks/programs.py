@@ -39,7 +39,7 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.costs import Costs, Model, Move, Shares, move_cost, rank_seconds
 from hethub.synthesis.graph import Graph
-from hethub.synthesis.pieces import local_shape, run_piece
+from hethub.synthesis.pieces import OwnCall, local_shape
 from hethub.synthesis.planning import data_parallel
 from hethub.synthesis.program import Execution, runs_beside
 from hethub.synthesis.ratios import alternate, by_speed, even
@@ -164,7 +164,7 @@ def cluster_of(
     nodes = []
     for name, vendor, count, own in zip(("fast", "slow"), ("nvidia", "amd"), counts, cores, strict=True):
         device = {
-            "name": f"{name} core", "vendor": vendor, "memory_gb": 64, "fp32_tflops": own.flops / 1e12,
+            "name": f"CPU, {name}", "vendor": vendor, "memory_gb": 64, "fp32_tflops": own.flops / 1e12,
             "memory_gbytes_per_second": own.bandwidth / 1e9, "link_gbytes_per_second": gbytes,
         }  # fmt: skip
         nodes.append(
@@ -191,11 +191,8 @@ class Table:
         if key not in self._known:
             tensors = [self._tensor(graph.tensors[t].dtype, s) for t, s in zip(operator.inputs, shapes, strict=True)]
             made = [graph.tensors[t] for t in operator.made]
-            self._known[key] = best_of(
-                lambda: run_piece(
-                    operator, rule, tensors, [t.shape for t in made], [t.dtype for t in made], share, atoms
-                )
-            )
+            call = OwnCall(operator, rule, [t.shape for t in made], [t.dtype for t in made], share, atoms)
+            self._known[key] = best_of(lambda: call(tensors))
         return self._known[key]
 
     @staticmethod

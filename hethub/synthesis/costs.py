@@ -1,7 +1,7 @@
 """What operators and collectives take on the ranks of a cluster: the predictor's figures, asked for aten operators."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from math import prod
 from typing import Literal, NamedTuple
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.constants import is_cpu, packaged
 from hethub.predictor.cost.layer import Device, adamw_bytes
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.operators import Product, Work
@@ -67,8 +67,6 @@ class Costs:
 
     def _seconds(self, graph: Graph, operator: Operator) -> tuple[np.ndarray, np.ndarray]:
         found = work(graph, operator)
-        if found is None:
-            return np.zeros(self.size), np.zeros(self.size)
         pairs = [_operator_seconds(accelerator, self.precision, found) for accelerator in self.accelerators]
         return np.array([start for start, _ in pairs]), np.array([rest for _, rest in pairs])
 
@@ -85,11 +83,13 @@ class Costs:
 
     @cached_property
     def reduce_scatter(self) -> Linear:
-        """By the bytes of the whole tensor, where ranks have equal pieces; an all-gather takes as long."""
+        """By the bytes of the whole tensor, where ranks have equal pieces; an all-gather takes as long. What CPU ranks send
+        passes their hosts, on one machine or several."""
         small, large = 1e6, 1e8
         seconds = [self._network.reduce_scatter(self._group, size) for size in (small, large)]
         slope = max(seconds[1] - seconds[0], 0.0) / (large - small)
-        return Linear(max(seconds[0] - slope * small, 0.0), slope)
+        hosted = packaged().links["hosted_latency_seconds"] if all(map(is_cpu, self.accelerators)) else 0.0
+        return Linear(max(seconds[0] - slope * small, hosted), slope)
 
     def collective(self, kind: Collective, num_bytes: float, smallest: float, largest: float) -> float:
         """Seconds of a collective over `num_bytes`, of which ranks' pieces are fractions from `smallest` to `largest`.
@@ -179,15 +179,21 @@ def _convolution(operator: Operator, given: Sequence[int], made: Sequence[int], 
 
 
 @cache
-def _operator_seconds(accelerator: AcceleratorSpec, precision: Precision, found: Work) -> tuple[float, float]:
+def _operator_seconds(accelerator: AcceleratorSpec, precision: Precision, found: Work | None) -> tuple[float, float]:
+    """Seconds of starting and of computing. A device computes while its host launches what comes next; a CPU's core does
+    one after the other, and launches also what only looks at memory in another way."""
+    launch = packaged().common["launch_seconds"] if is_cpu(accelerator) else 0.0
+    if found is None:
+        return launch, 0.0
     device = _device(accelerator, precision)
     start = device.seconds(Work.of((), 0, 0.0, 0.0, 1))
-    return start, max(device.seconds(found) - start, 0.0)
+    return launch + start, max(device.seconds(found) - start, 0.0)
 
 
 @cache
 def _device(accelerator: AcceleratorSpec, precision: Precision) -> Device:
-    return Device(accelerator, precision, HETHUB, packaged())
+    """Without the launches of a CPU, which are added to what it computes."""
+    return Device(accelerator, precision, replace(HETHUB, captured=is_cpu(accelerator)), packaged())
 
 
 # -- what programs pay --------------------------------------------------------------------------------------------

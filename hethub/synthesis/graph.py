@@ -78,23 +78,32 @@ class Operator:
         """The tensors that it makes."""
         return tuple(output for output in self.outputs if output is not None)
 
-    def call(self, tensors: list[torch.Tensor], args: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
+    def call(self, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
         """The operator's outputs for these inputs, one entry per output."""
+        return self.caller(self.args)(tensors)
 
-        def filled(given: Any) -> Any:
-            if isinstance(given, Ref):
-                return tensors[given.index]
-            if isinstance(given, (list, tuple)):
-                # Not by `filled`: a function that names itself is a cycle, and would keep the tensors.
-                return replaced(given, Ref, lambda ref: tensors[ref.index])
-            return given
-
+    def caller(self, args: Sequence[Any]) -> Callable[[list[torch.Tensor]], tuple[Any, ...]]:
+        """`call` with these arguments, of which it has settled where inputs stand: steps call an operator again and again."""
         # A piece that was moved may lie in memory in another order than on one device, where a view sufficed.
         target = overload("aten.reshape.default") if self.key in VIEW_KEYS else self.target
-        result = target(
-            *map(filled, self.args if args is None else args), **{k: filled(v) for k, v in self.kwargs.items()}
-        )
-        return tuple(result) if self.has_many_outputs else (result,)
+        alone = [(place, value.index) for place, value in enumerate(args) if isinstance(value, Ref)]
+        within = [
+            (place, value) for place, value in enumerate(args) if isinstance(value, (list, tuple)) and _refs(value)
+        ]
+        named, has_many = bool(_refs(self.kwargs)), self.has_many_outputs
+
+        def call(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+            given, kwargs = list(args), self.kwargs
+            for place, index in alone:
+                given[place] = tensors[index]
+            for place, value in within:
+                given[place] = replaced(value, Ref, lambda ref: tensors[ref.index])
+            if named:
+                kwargs = replaced(kwargs, Ref, lambda ref: tensors[ref.index])
+            result = target(*given, **kwargs)
+            return tuple(result) if has_many else (result,)
+
+        return call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +251,13 @@ def replaced(value: Any, kind: type, with_what: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: replaced(item, kind, with_what) for key, item in value.items()}
     return value
+
+
+def _refs(value: Any) -> list[Ref]:
+    """The inputs that stand in an argument."""
+    found: list[Ref] = []
+    replaced(value, Ref, found.append)
+    return found
 
 
 def fingerprint(graph: Graph) -> str:

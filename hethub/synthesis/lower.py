@@ -4,7 +4,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,16 +13,26 @@ from hethub.spec.errors import BadInput
 from hethub.synthesis.costs import Move
 from hethub.synthesis.graph import Graph, as_traced, fingerprint, tensors_of
 from hethub.synthesis.layout import Layout
-from hethub.synthesis.pieces import Exchange, Summing, bounds, piece, run_piece
+from hethub.synthesis.pieces import Exchange, OwnCall, Summing, bounds, piece
 from hethub.synthesis.program import Program, runs_beside
 from hethub.synthesis.rules import WHOLE, Cut, State
 
 Held = defaultdict[int, dict[State, torch.Tensor]]  # by tensor, what a rank has of it in each state
 
 
-def _keep(held: Held, tensors: Iterable[int], states: Iterable[State], values: Iterable[torch.Tensor]) -> None:
+class Part(NamedTuple):
+    """Of a step, what this rank does of one operator."""
+
+    call: OwnCall
+    inputs: tuple[tuple[int, State], ...]
+    outputs: tuple[tuple[int, State], ...]
+    gradients: list[tuple[int, str]]  # that it makes, and of which parameters
+    released: list[int]  # the tensors that no operator behind it reads
+
+
+def _keep(held: Held, outputs: Iterable[tuple[int, State]], values: Iterable[torch.Tensor]) -> None:
     """In a function of its own, whose names keep no value when it has ended."""
-    for tensor, state, value in zip(tensors, states, values, strict=True):
+    for (tensor, state), value in zip(outputs, values, strict=True):
         held[tensor][state] = value
 
 
@@ -74,8 +84,7 @@ class Step:
             "the ranks start from unlike weights or buffers; make the module from one seed on all of them, or load one state.",
         )  # fmt: skip
         self._planned = Layout.planned(graph, program)
-        self._layouts = {graph.samples: self._planned}  # by the number of samples
-        self._released = [self._read_last(number) for number in range(len(graph.operators))]
+        self._layouts = {graph.samples: (self._planned, self._parts(self._planned))}  # by the number of samples
         self.peak_bytes: int | None = None  # of the first step's living storages, two moments per weight among them
         self._take(module)
 
@@ -156,38 +165,49 @@ class Step:
                 "the ranks were called with unlike batches; every rank takes the whole batch, the same on all (no DistributedSampler,"
                 " one seed), and the program gives it its samples.",
             )  # fmt: skip
-        held, laid = self._start(inputs), self._layout(inputs)
+        laid, parts = self._layout(inputs)
+        held = self._start(inputs, laid.graph)
         gradients: dict[str, Summing] = {}
-        for number, (operator, rule, shares) in enumerate(
-            zip(laid.graph.operators, laid.chosen, laid.shared, strict=True)
-        ):
-            tensors = [self._bring(held, laid, t, s) for t, s in zip(operator.inputs, rule.inputs, strict=True)]
-            made = [laid.graph.tensors[tensor] for tensor in operator.made]
-            results = run_piece(
-                operator, rule, tensors, [t.shape for t in made], [t.dtype for t in made],
-                shares[self._exchange.rank] if shares else 1, sum(shares) or 1,
-            )  # fmt: skip
-            _keep(held, operator.made, rule.outputs, results)
+        for part in parts:
+            tensors = [held[t][s] if s in held[t] else self._bring(held, laid, t, s) for t, s in part.inputs]
+            results = part.call(tensors)
+            _keep(held, part.outputs, results)
             del tensors, results
-            for tensor in operator.made:
-                for name in self._graph.parameter_of_gradient.get(tensor, ()):
-                    gradients[name] = self._sum(held, laid, tensor, name, list(gradients.values()))
+            for tensor, name in part.gradients:
+                gradients[name] = self._sum(held, laid, tensor, name, list(gradients.values()))
             if counts:
                 summed = (value for own in gradients.values() for value in own.tensors)
                 self._count([*chain.from_iterable(own.values() for own in held.values()), *summed])
-            for tensor in self._released[number]:
+            for tensor in part.released:
                 held.pop(tensor, None)
         whole = {tensor: self._bring(held, laid, tensor, WHOLE) for tensor in self._graph.results}
         return whole, {name: own.result() for name, own in gradients.items()}
 
-    def _layout(self, inputs: tuple[torch.Tensor, ...]) -> Layout:
+    def _layout(self, inputs: tuple[torch.Tensor, ...]) -> tuple[Layout, list[Part]]:
         samples = self._graph.samples_in(inputs)
         if samples not in self._layouts:
-            self._layouts[samples] = self._planned.at(samples, self._program)
+            laid = self._planned.at(samples, self._program)
+            self._layouts[samples] = laid, self._parts(laid)
         return self._layouts[samples]
 
-    def _start(self, inputs: tuple[torch.Tensor, ...]) -> Held:
-        graph = self._layout(inputs).graph
+    def _parts(self, laid: Layout) -> list[Part]:
+        graph, rank, parts = laid.graph, self._exchange.rank, []
+        for number, (operator, rule, shares) in enumerate(zip(graph.operators, laid.chosen, laid.shared, strict=True)):
+            made = [graph.tensors[tensor] for tensor in operator.made]
+            shapes, dtypes = [tensor.shape for tensor in made], [tensor.dtype for tensor in made]
+            share, atoms = (shares[rank], sum(shares) or 1) if shares else (1, 1)
+            parts.append(
+                Part(
+                    OwnCall(operator, rule, shapes, dtypes, share, atoms),
+                    tuple(zip(operator.inputs, rule.inputs, strict=True)),
+                    tuple(zip(operator.made, rule.outputs, strict=True)),
+                    [(t, name) for t in operator.made for name in graph.parameter_of_gradient.get(t, ())],
+                    self._read_last(number),
+                )
+            )
+        return parts
+
+    def _start(self, inputs: tuple[torch.Tensor, ...], graph: Graph) -> Held:
         wanted = [graph.tensors[tensor] for tensor in graph.inputs]
         given = [(tuple(value.shape), value.dtype) for value in inputs]
         if given != [(tensor.shape, tensor.dtype) for tensor in wanted]:

@@ -13,7 +13,7 @@ from hethub.spec.ranges import Range
 from hethub.synthesis.costs import Move
 from hethub.synthesis.graph import Operator, schema_of
 from hethub.synthesis.rules import CARRIED_AS, PARTIAL, WHOLE, Cut, Rule, State
-from hethub.synthesis.table import takes
+from hethub.synthesis.table import in_order, order_of
 
 # Arguments that say the shape of the output; a piece of it is smaller.
 OUTPUT_SIZES = ("size", "shape", "input_sizes")
@@ -59,27 +59,47 @@ def joined(pieces: Sequence[torch.Tensor], cut: Cut, shape: Sequence[int]) -> to
     return back(torch.cat([front(part, cut) for part in pieces]), cut, shape)
 
 
-def run_piece(
-    operator: Operator,
-    rule: Rule,
-    tensors: list[torch.Tensor],
-    shapes: Sequence[Sequence[int]],
-    dtypes: Sequence[torch.dtype],
-    share: int,
-    atoms: int,
-) -> tuple[torch.Tensor, ...]:
-    """What a rank with `share` of the axis's `atoms` makes of its parts of the inputs.
+class OwnCall:
+    """An operator as a rank with `share` of the axis's `atoms` calls it: from its parts of the inputs to its parts of
+    what is made, whose `shapes` and `dtypes` are of the whole. What no step changes is settled once.
 
-    `shapes` and `dtypes` are of the whole outputs. A rank without a share calls nothing: many kernels refuse empty
-    tensors, and what it would make is empty, or a sum of nothing.
+    A rank without a share calls nothing: many kernels refuse empty tensors, and what it would make is empty, or a sum
+    of nothing.
     """
-    local = [local_shape(shape, state, share, atoms) for shape, state in zip(shapes, rule.outputs, strict=True)]
-    if rule.is_cut and not share and PARTIAL not in rule.inputs:  # addmm adds its own part of the bias even so
-        device = tensors[0].device
-        return tuple(torch.zeros(s, dtype=d, device=device) for s, d in zip(local, dtypes, strict=True))
-    tensors = [tensor if takes(operator, tensor) else tensor.contiguous() for tensor in tensors]
-    results = operator.call(tensors, local_arguments(operator, local, tensors) if rule.is_cut else None)
-    return tuple(result for result, number in zip(results, operator.outputs, strict=True) if number is not None)
+
+    def __init__(
+        self,
+        operator: Operator,
+        rule: Rule,
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[torch.dtype],
+        share: int,
+        atoms: int,
+    ) -> None:
+        self._operator, self._dtypes, self._is_cut = operator, dtypes, rule.is_cut
+        self._local = [
+            local_shape(shape, state, share, atoms) for shape, state in zip(shapes, rule.outputs, strict=True)
+        ]
+        # addmm adds its own part of the bias without a share
+        self._is_idle = rule.is_cut and not share and PARTIAL not in rule.inputs
+        self._order = order_of(operator)
+        self._makes_all = None not in operator.outputs
+        self._call: Callable[[list[torch.Tensor]], tuple[Any, ...]] | None = None
+
+    def __call__(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        if self._is_idle:
+            device = tensors[0].device
+            return tuple(torch.zeros(s, dtype=d, device=device) for s, d in zip(self._local, self._dtypes, strict=True))
+        if self._order != "any":
+            tensors = [in_order(tensor, self._order) for tensor in tensors]
+        operator = self._operator
+        if self._call is None:
+            args = local_arguments(operator, self._local, tensors) if self._is_cut else operator.args
+            self._call = operator.caller(args)
+        results = self._call(tensors)
+        if self._makes_all:
+            return results
+        return tuple(result for result, number in zip(results, operator.outputs, strict=True) if number is not None)
 
 
 def local_arguments(

@@ -9,13 +9,14 @@ together, which is what uneven cuts need. An operator that is missing here is co
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from hethub.synthesis.graph import Operator, argument_of, overload
 
 Shape = tuple[int, ...]
+Order = Literal["any", "rows", "whole"]  # of memory: of each row of the last dimension, of the whole tensor
 SUM = "sum"  # in a label: these tensors are partial sums
 
 
@@ -354,15 +355,20 @@ def _labels(key: str) -> Callable[[Shapes], list[Label]] | None:
     return LABELS.get(name, pointwise if is_pointwise else None)
 
 
-def takes(operator: Operator, tensor: torch.Tensor) -> bool:
-    """Whether an operator is right for a tensor in its order of memory: some of torch's kernels silently take that of one
+def order_of(operator: Operator) -> Order:
+    """The order of memory in which an operator is right for its inputs: some of torch's kernels silently take that of one
     device for granted. Those of the table were tried on any."""
     name = short(operator)
     if name in ROWS:
-        return tensor.shape[-1:] in ((), (1,)) or tensor.stride(-1) == 1
-    if name in ORDERED:
-        return tensor.is_contiguous()
-    return name in RESHAPES or _labels(operator.key) is not None
+        return "rows"
+    known = name in RESHAPES or _labels(operator.key) is not None
+    return "any" if known and name not in ORDERED else "whole"
+
+
+def in_order(tensor: torch.Tensor, order: Order) -> torch.Tensor:
+    """The tensor in that order of memory, itself where it is."""
+    is_right = order == "rows" and (tensor.shape[-1:] in ((), (1,)) or tensor.stride(-1) == 1)
+    return tensor if is_right or order == "any" else tensor.contiguous()
 
 
 def labels_of(op: Shapes) -> list[Label] | None:

@@ -44,6 +44,12 @@ TRAIN = {
     "warmup_steps": 2,
 }
 
+# So slow that narrow models are worth sharing out.
+SLOW_CORE = {
+    "name": "CPU-core", "vendor": "cpu", "memory_gb": 4, "memory_gbytes_per_second": 0.01, "fp64_tflops": 2.5e-5,
+    "fp32_tflops": 5e-5, "link_gbytes_per_second": 2, "source": "assumed",
+}  # fmt: skip
+
 
 def plan(stages: list[dict[str, Any]] = STAGES, cluster: str = "two-makers", **changes: Any) -> dict[str, Any]:
     """A plan file's content."""

@@ -12,7 +12,7 @@ from hethub.spec.model import ModelSpec
 from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.costs import Move
 from hethub.synthesis.graph import Graph, Operator, Ref
-from hethub.synthesis.pieces import Exchange, joined, piece, run_piece
+from hethub.synthesis.pieces import Exchange, OwnCall, joined, piece
 from hethub.synthesis.planning import plan_graph
 from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, Rules, State, reshaped
 from tests.support.ranks import run_ranks
@@ -83,7 +83,7 @@ def check_rule(graph: Graph, rules: Rules, values: dict[int, torch.Tensor], numb
     for shares in share_lists(atoms) if axis is not None else [(1, 1, 1)]:
         inputs = [parts(values[t], s, shares) for t, s in zip(operator.inputs, rule.inputs, strict=True)]
         results = [
-            run_piece(operator, rule, [p[rank] for p in inputs], [t.shape for t in made], [t.dtype for t in made], share, atoms)
+            OwnCall(operator, rule, [t.shape for t in made], [t.dtype for t in made], share, atoms)([p[rank] for p in inputs])
             for rank, share in enumerate(shares)
         ]  # fmt: skip
         for place, tensor in enumerate(operator.made):
@@ -211,7 +211,8 @@ def test_an_operator_without_rules_is_given_what_lies_in_order() -> None:
     )  # fmt: skip
     rule, shapes = Rule((WHOLE,) * 4, (WHOLE, WHOLE)), [(16, 8), (16, 1)]
     turned = [given[0].t().contiguous().t(), *given[1:]]
-    both = [run_piece(operator, rule, tensors, shapes, [torch.float32] * 2, 1, 1) for tensors in (given, turned)]
+    call = OwnCall(operator, rule, shapes, [torch.float32] * 2, 1, 1)
+    both = [call(tensors) for tensors in (given, turned)]
     for one, other in zip(*both, strict=True):
         torch.testing.assert_close(one, other)
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hethub.synthesis.graph import Graph, Operator, Ref, Tensor
-from hethub.synthesis.pieces import run_piece
+from hethub.synthesis.pieces import OwnCall
 from hethub.synthesis.rules import CARRIED_AS, PARTIAL, WHOLE, Rule, Rules
 from hethub.synthesis.table import LABELS
 from tests.synthesis.test_rules import check_rule
@@ -152,6 +152,6 @@ def test_no_operator_takes_an_order_of_memory_for_granted(calls: Calls) -> None:
         turned = [value.mT.contiguous().mT if value.dim() > 1 else value for value in given]
         made = [values[tensor] for tensor in operator.made]
         rule = Rule((WHOLE,) * len(given), (WHOLE,) * len(made))
-        found = run_piece(operator, rule, turned, [v.shape for v in made], [v.dtype for v in made], 1, 1)
+        found = OwnCall(operator, rule, [v.shape for v in made], [v.dtype for v in made], 1, 1)(turned)
         for one, other in zip(found, made, strict=True):
             torch.testing.assert_close(one, other, msg=lambda m, o=operator: f"{o.key} {o.args}: {m}")

@@ -38,7 +38,7 @@ def round_unlike(folder: Path, rank: int) -> None:
 
 def test_copies_do_not_drift_apart(tmp_path: Path) -> None:
     """They did, for as long as a run lasted, and no rank noticed."""
-    job = write_program_job(tmp_path / "job", "Words", size=2, train={"steps": STEPS, "eps": 1e-3})
+    job = write_program_job(tmp_path / "job", "Words", size=2, train={"steps": STEPS, "eps": 1e-3}, core="CPU-core")
     given = ("train", job, "--run-dir", tmp_path / "run")
     for ended in ranks(2, *given, cwd=tmp_path, hook=functools.partial(round_unlike, tmp_path)):
         assert ended.exit_code == 0, ended.stderr

@@ -22,9 +22,9 @@ from tests.support.job_files import MODEL, write_job, write_yaml
 
 
 def slower(cluster: Path) -> Path:
-    """The cluster with links of a ten-thousandth."""
+    """The cluster with links of a ten-millionth."""
     data = yaml.safe_load(cluster.read_text())
-    nodes = [{**node, "gbps_per_nic": node["gbps_per_nic"] / 1e4} for node in data["nodes"]]
+    nodes = [{**node, "gbps_per_nic": node["gbps_per_nic"] / 1e7} for node in data["nodes"]]
     write_yaml(cluster.parent / "slower.yaml", {**data, "nodes": nodes})
     return cluster.parent / "slower.yaml"
 

@@ -17,7 +17,7 @@ from hethub.spec.errors import BadInput
 from hethub.spec.job import load_job
 from tests.runtime.data.test_chat import CHAT, save_tokenizer
 from tests.support.command import check_refused, ranks
-from tests.support.job_files import ALONE, plan, write_job, write_yaml
+from tests.support.job_files import ALONE, SLOW_CORE, plan, write_job, write_yaml
 
 CODE = """
 import itertools
@@ -106,17 +106,17 @@ class NoLoss(nn.Module):
         return self.layer(tokens.double())
 """
 UNLIKE = [
-    {"name": "amd", "vendor": "amd", "accelerator": "CPU-core", "accelerators": 1, "gbps_per_nic": 800},
-    {"name": "nvidia", "vendor": "nvidia", "accelerator": "CPU-core", "accelerators": 2, "gbps_per_nic": 800},
+    {"name": "amd", "vendor": "amd", "accelerator": SLOW_CORE, "accelerators": 1, "gbps_per_nic": 800},
+    {"name": "nvidia", "vendor": "nvidia", "accelerator": SLOW_CORE, "accelerators": 2, "gbps_per_nic": 800},
 ]
 
 
 HELD_OUT = {"every_steps": 2, "batches": 2, "data": {"source": "text", "path": "text.txt"}}
 
 
-def write_program_job(folder: Path, made: str, *, size: int = 3, train: dict[str, Any] | None = None) -> Path:
+def write_program_job(folder: Path, made: str, *, size: int = 3, train: Any = None, core: Any = SLOW_CORE) -> Path:
     settings = {"steps": 4, "precision": "fp64", "seq_len": 32, **(train or {})}
-    nodes = [{**node, "accelerators": n} for node, n in zip(UNLIKE, (1, size - 1), strict=True)]
+    nodes = [{**node, "accelerators": n, "accelerator": core} for node, n in zip(UNLIKE, (1, size - 1), strict=True)]
     package = f"own_{folder.name.replace('-', '_')}"  # a module is imported once per process, whatever folder it is in
     job = write_job(
         folder, cluster={"nodes": nodes}, train=settings, plan="hap", model_name=f"python:{package}.net:{made}"
