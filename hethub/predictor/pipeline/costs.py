@@ -184,7 +184,7 @@ class PlanCosts:
         own = self._passes(stage, spec, samples, portion)
         at_once = self.state.at_once(stage, portion, rounds)
         whole = own if at_once == portion else self._passes(stage, spec, samples, at_once)
-        messages = self._message_seconds(stage, samples, rounds)
+        messages = self._message_seconds(stage, samples) if rounds > 1 else 0.0  # nobody else's are under way then
         # Collectives go on while a pass waits for its copies.
         shown = self.state.round_seconds(stage, whole.alone, portion, whole.ends, messages, rounds)
         slowed = self.state.slowed_passes(stage, own.with_sums, portion, samples / spec.samples)
@@ -199,8 +199,7 @@ class PlanCosts:
     def visits(self, stage: int, replica: int, samples: int, portion: Portion) -> Round:
         """A microbatch's passes through a portion of a stage whose layers are replayed one by one."""
         own = self._passes(stage, self.layout.replica(stage, replica), samples, portion)
-        messages = self._message_seconds(stage, samples, self._rounds(stage, replica))
-        return self.state.round(stage, own.alone, portion, own.ends, messages)
+        return self.state.round(stage, own.alone, portion, own.ends, self._message_seconds(stage, samples))
 
     def _passes(self, stage: int, spec: ReplicaSpec, samples: int, portion: Portion) -> "_Passes":
         """A microbatch's passes through a portion without what its replicas do together."""
@@ -305,10 +304,9 @@ class PlanCosts:
         """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next, or back."""
         return self.messages.seconds(stage, source, target, samples, below)
 
-    def _message_seconds(self, stage: int, samples: int, rounds: float) -> float:
-        """Seconds for which a pass's messages take what the collectives of the stage's rounds pass, too. In a single round
-        nobody else's are under way."""
-        if rounds == 1 or not self.state.in_rounds(stage):
+    def _message_seconds(self, stage: int, samples: int) -> float:
+        """Seconds for which a pass's messages take what the collectives of the stage's rounds pass, too."""
+        if not self.state.in_rounds(stage):
             return 0.0
         if stage not in self._beside_rings:
             self._beside_rings[stage] = max([0.0, *self._ways_beside_rings(stage)])

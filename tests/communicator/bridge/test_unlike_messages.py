@@ -1,5 +1,6 @@
 """A message that is shorter or longer than its receiver's tensor: whatever carries it, both ranks are told, and keep their data."""
 
+import re
 from datetime import timedelta
 
 import pytest
@@ -53,11 +54,13 @@ def pass_unlike_in_the_world(world, sizes):
     world.barrier()  # over shared memory a sender is through at once
 
 
+# In Gloo's words or not; where one rank's timeout closes the other's connections before its own, that is what both say.
+NO_ANSWER = "no answer within the timeout|Timed out waiting|connection closed"
 IN_THE_WORLD = [
-    ("shm", [], "no answer within the timeout"),
+    ("shm", [], NO_ANSWER),
     ("shm", [0, 1], "has sent {} bytes, and {} were expected"),
     ("shm", [1], "has sent {} bytes, and {} were expected"),
-    ("gloo", [0, 1], "no answer within the timeout"),
+    ("gloo", [0, 1], NO_ANSWER),
 ]
 
 
@@ -68,4 +71,5 @@ def test_messages_of_unlike_sizes_are_told(relay, staged, why, sizes):
     ended = start_ranks(2, pass_unlike_in_the_world, sizes, connect=connect, timeout_seconds=50)
     assert [outcome.error[0] for outcome in ended] == ["RunFailed"] * 2
     assert "receive from rank 0 (tag 3) in the world of 2 ranks failed on rank 1 with rank 0: " in ended[1].error[1]
-    assert any(why.format(*(4 * size for size in sizes)) in outcome.error[1] for outcome in ended)
+    said = [outcome.error[1] for outcome in ended]
+    assert any(re.search(why.format(*(4 * size for size in sizes)), each) for each in said), said
