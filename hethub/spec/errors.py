@@ -69,7 +69,7 @@ def nearest(word: str, candidates: list[str] | tuple[str, ...]) -> str | None:
     if begun:
         return min(begun, key=len)
     alike = difflib.get_close_matches(word, candidates, n=len(candidates) or 1, cutoff=0.6)
-    surely = difflib.get_close_matches(word, candidates, n=len(candidates) or 1, cutoff=0.7)
+    surely = difflib.get_close_matches(word, alike, n=len(alike) or 1, cutoff=0.7)
     return next((each for each in alike if each in surely or _begin_alike(each, word)), None)
 
 

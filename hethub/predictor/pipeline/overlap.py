@@ -101,7 +101,7 @@ def shown(visits: Sequence[Visit], rounds: float = 1) -> tuple[list[Shown], floa
         end, late = link.through(0.0, list(map(Visit.bringing, run, brought[1:])))
         *_, before, last = 0.0, 0.0, *filter(None, (visit.reduction for visit in run))
         left = min(before, max(0.0, link.sums[1] - last - end))
-    found = list(zip(map(add, brought, [visit.reduction for visit in run]), late, strict=False))
+    found = list(zip(map(add, brought, [visit.reduction for visit in run]), late, strict=True))
     by_round = [found[at : at + len(visits)] for at in range(0, len(run), len(visits))]
     if rounds == 1:
         return [Shown(*own) for own in by_round[0]], left

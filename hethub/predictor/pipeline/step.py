@@ -131,8 +131,9 @@ def _replayed_times(wiring: Wiring, costs: PlanCosts | FoldedCosts, full: bool) 
     run = compute.runs[bottleneck]
     parts["dp"] += collectives.gather_seconds[bottleneck]
     parts["dp"] += sum(
-        graph.seconds[node] - sum(visit.compute for visit in graph.layered[node].visits)
-        for node in graph.layered.keys() & set(graph.orders[run.actor])
+        graph.seconds[node] - sum(visit.compute for visit in own.visits)
+        for node, own in graph.layered.items()
+        if own.actor == run.actor
     )
     for _, idle, source, under_way in idle_times(graph, ends, run.actor, begins.get(run.actor, 0.0)):
         collective = collectives.under_way(source, ends)

@@ -78,8 +78,8 @@ def program_notes(program: ProgramSpec) -> list[str]:
     proof = "proved least for these ratios" if program.proved_optimal else "the best found in the time given"
     optimizer = f", {program.optimizer_seconds * 1e3:.3f} ms of it the optimizer" if program.optimizer_seconds else ""
     beside = (
-        f"Not in it: what Python takes to call each of the {len(program.operators)} operators, which devices hide behind their "
-        "work and CPU cores do not, and the ranks' exchange of loss and norm behind every step."
+        "Not in it: launches of the optimizer, the ranks' exchange of loss and norm behind every step, and on CPU ranks the "
+        "cores that collectives' own threads take."
     )
     return [*notes, f"{program.predicted_seconds * 1e3:.3f} ms a step{optimizer}, {proof}.", beside]
 

@@ -227,7 +227,7 @@ class StateCosts:
         them behind the last but for its last sum; nothing where a replay knows all this. `passes` are the seconds of these, of
         which `ends` are the embedding's and the head's, of what goes `at_once`; beside each pass go so many seconds of
         `messages`."""
-        if not self.by_layer(stage) or self.is_replayed(stage):
+        if not self.goes_by_layer(stage) or self.is_replayed(stage):
             return 0.0, 0.0, 0.0, 0.0
         around = self.round(stage, passes, self.at_once(stage, portion, rounds), ends, messages)
         if not self.software.gathers_ahead:
@@ -255,7 +255,7 @@ class StateCosts:
         reductions = self.reduce_seconds(stage, portion) if self.in_rounds(stage) else [0.0] * portion.layers
         return Round.of(passes, ends, gathers, reductions, messages)
 
-    def by_layer(self, stage: int) -> bool:
+    def goes_by_layer(self, stage: int) -> bool:
         """Whether every microbatch of a stage goes with what its layers gather, sum, or fetch from the host."""
         return self.in_rounds(stage) or (
             "parameters" in self.layout.stages[stage].offload and not self.in_passes(stage)
@@ -264,7 +264,7 @@ class StateCosts:
     def is_replayed(self, stage: int) -> bool:
         """Whether a replay goes through that layer by layer: where chunks of a stage come in turn, what a pass waits for
         depends on those before it."""
-        return self.software.gathers_ahead and self.layout.plan.num_chunks > 1 and self.by_layer(stage)
+        return self.software.gathers_ahead and self.layout.plan.num_chunks > 1 and self.goes_by_layer(stage)
 
     def at_once(self, stage: int, portion: Portion, rounds: float) -> Portion:
         """What a microbatch passes without a pause if it passes a portion: of a single round, the stage."""
