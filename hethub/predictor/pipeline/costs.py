@@ -170,14 +170,13 @@ class PlanCosts:
         """In how many rounds a replica's microbatches go, its own where it goes alone."""
         return self.layout.loads[stage][self.layout.actor_of(stage, replica)].num_microbatches
 
-    def _shortest(self, stage: int, portion: Portion) -> tuple[float, ...]:
+    def _shortest(self, stage: int, portion: Portion) -> tuple[float, float]:
         """Seconds of a forward and a backward of one sample, the least that a microbatch has, on the replica that is
-        through with it first; and of a forward without what waits for collectives over replicas."""
+        through with it first."""
         number = len(self.plan.stages[stage].replicas)
         replicas = {self.replica_key(stage, replica): replica for replica in range(number)}
         found = [self.microbatch(stage, replica, 1, portion) for replica in replicas.values()]
-        each = [(ways.forward.total, ways.backward.total, ways.forward.total - ways.forward.dp) for ways in found]
-        return tuple(map(min, zip(*each, strict=True)))
+        return min(ways.forward.total for ways in found), min(ways.backward.total for ways in found)
 
     def _microbatch(self, stage: int, replica: int, samples: int, portion: Portion, rounds: float) -> MicrobatchCost:
         spec = self.layout.replica(stage, replica)

@@ -51,14 +51,14 @@ class Reduction(NamedTuple):
 
 class StateCosts:
     """Seconds of a layout's collectives over replicas, whatever the microbatches. `passes` are the forward and the backward
-    of one sample through a portion of a stage, on its fastest replica, and the forward without waits for collectives."""
+    of one sample through a portion of a stage, on its fastest replica."""
 
     def __init__(
         self,
         layout: Layout,
         software: Software,
         network: Network,
-        passes: Callable[[int, Portion], tuple[float, ...]],
+        passes: Callable[[int, Portion], tuple[float, float]],
     ) -> None:
         self.layout, self.software, self.network, self.model = layout, software, network, layout.model
         self.host_copies = HostCopies(layout, network.fit)
