@@ -24,6 +24,7 @@ class Descent(NamedTuple):
     """A moment on the way down through a stage's chunks: what has been freed, and elements of units at hand."""
 
     chunk: int
+    layers_passed: int  # in that chunk, by the first microbatch; below zero what the last has yet to pass
     gone: float  # part of that chunk, by all microbatches
     weights: float
     gradients: float
@@ -235,7 +236,7 @@ def _descents(
             highest = own.stop if in_turn else layer + 1
             at_hand = tied * (layer <= 1 or highest == len(units))  # with the first layer it is announced, too
             weights = entered + (units[layer - 1] if layer else 0.0) + at_hand
-            found.append(Descent(chunk, 0.0, weights, entered + above + tied))
+            found.append(Descent(chunk, own.stop - 1 - layer, 0.0, weights, entered + above + tied))
             above = above if in_turn else units[layer]
         above = units[own.start] * (not stepped)
     return tuple(found)
@@ -256,5 +257,5 @@ def _joining_descents(
             below = units[lowest - 1] if lowest else 0.0
             at_hand = tied * (lowest <= 1 or highest == len(units))
             gradients = left + joined * units[layer] + tied
-            found.append(Descent(chunk, 1.0, left + below + at_hand, gradients))
+            found.append(Descent(chunk, own.start - layer, 1.0, left + below + at_hand, gradients))
     return tuple(found)

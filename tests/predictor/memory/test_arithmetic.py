@@ -339,7 +339,7 @@ def test_a_tied_embedding_waits_for_the_microbatch_before(microbatches: int) -> 
 def test_chunks_free_what_all_microbatches_kept() -> None:
     """Two chunks that keep 1 and 4 of 10: the lower one goes down without the upper one's 4."""
     microbatches = HeldActivations(10.0, 0.5, (1.0, 4.0), 0.0)
-    ways = [Descent(1, 0.0, 7.0, 8.0), Descent(0, 0.0, 7.0, 8.0), Descent(0, 1.0, 7.0, 8.0)]
+    ways = [Descent(1, 2, 0.0, 7.0, 8.0), Descent(0, 0, 0.0, 7.0, 8.0), Descent(0, -1, 1.0, 7.0, 8.0)]
     assert list(_chunk_by_chunk(ways, microbatches)) == [Moment(kept, 7.0, 8.0) for kept in (9.0, 6.0, 5.5)]
 
 
