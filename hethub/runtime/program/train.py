@@ -222,12 +222,13 @@ def _plan(
     """The plan named or found and its run folder, which rank 0 claims, the same on every rank."""
 
     def decide() -> dict[str, Any]:
-        folder, goes_on, resumes, behind, notes = claim()
+        claimed = claim()
+        folder, goes_on, resumes, behind, notes = claimed
         reserve = opened.job.spec.constraints.reserve
         made_for = ProgramFor(cluster=cluster, reserve=reserve, items=opened.subject.items)
         # One that begins again has trained nothing; a described model stands in the checkpoint, which refuses another.
         may_change = accept_changes or not resumes or opened.job.described is not None
-        plan = _chosen(opened, cluster, plan_path, folder, goes_on=goes_on, may_change=may_change)
+        plan = _chosen(opened, cluster, plan_path, claimed, may_change=may_change)
         plan = plan.replace(cluster=cluster.name, job=made_for)
         return {
             "plan": plan.model_dump(mode="json", by_alias=True),
@@ -245,16 +246,15 @@ def _plan(
 
 
 def _chosen(
-    opened: _Opened, cluster: ClusterSpec, plan_path: Path | None, folder: RunFolder, *, goes_on: bool,
-    may_change: bool,
-) -> ProgramPlanSpec:  # fmt: skip
+    opened: _Opened, cluster: ClusterSpec, plan_path: Path | None, claimed: OpenedFolder, *, may_change: bool
+) -> ProgramPlanSpec:
     """The plan file that the command or the job names; that of a run that goes on, unless its cluster or batch has changed,
-    or, where it may, its code; else a new one."""
-    job = opened.job
+    what it asks for or, where it may, its code; else a new one."""
+    job, folder = opened.job, claimed.folder
     file = plan_path or job.plan_path
-    if file is None and goes_on and is_program_plan(folder.plan):
+    if file is None and claimed.goes_on and is_program_plan(folder.plan):
         saved = load_program_plan(folder.plan)
-        if is_kept(saved, saved.program.ranks, job, cluster):
+        if is_kept(saved, saved.program.ranks, job, cluster, claimed):
             if saved.program.fingerprint == fingerprint(opened.graph):
                 return saved
             if not may_change:
