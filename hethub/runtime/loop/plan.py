@@ -241,17 +241,22 @@ def _plan_file(job: Job, plan_path: Path | None, opened: OpenedFolder, cluster: 
             f"{error} Restore the plan, name one with --plan, or delete it: one is then found anew."
         ) from None
     fits = opened.resumes or saved.job is None or saved.job.model == job.model
-    return named or (folder.plan if fits and is_kept(saved, saved.num_ranks, job, cluster, opened) else None)
+    if named is None and fits and is_kept(saved, saved.num_ranks, job, cluster) and not asks_anew(job, opened):
+        return folder.plan
+    return named
 
 
-def is_kept(
-    saved: PlanSpec | ProgramPlanSpec, ranks: int, job: Job, cluster: ClusterSpec, opened: OpenedFolder
-) -> bool:
-    """Whether a resumed run keeps its plan: while its batch and precision are the job's and the cluster has its name, as
-    many ranks and, where the plan says for which it was made, such accelerators; and the job asks for no other, which is noted."""
-    if changes := asked_otherwise(opened.folder, job):
+def asks_anew(job: Job, opened: OpenedFolder) -> bool:
+    """Whether the job asks for another plan than when the run began; that it does is noted."""
+    changes = asked_otherwise(opened.folder, job)
+    if changes:
         opened.notes.append(f"planned anew, since the job asks for another plan: {'; '.join(changes)}")
-        return False
+    return bool(changes)
+
+
+def is_kept(saved: PlanSpec | ProgramPlanSpec, ranks: int, job: Job, cluster: ClusterSpec) -> bool:
+    """Whether a resumed run keeps its plan: while its batch and precision are the job's and the cluster has its name, as
+    many ranks and, where the plan says for which it was made, such accelerators."""
     train, before = job.spec.train, cluster if saved.job is None else saved.job.cluster
     made_for = (saved.global_batch, saved.seq_len, saved.precision, saved.cluster, ranks)
     now = (train.global_batch, train.seq_len, train.precision, cluster.name, cluster.size)

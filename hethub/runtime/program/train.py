@@ -17,7 +17,7 @@ from hethub.runtime.launch.preflight import Agreed, Facts, agree, folder_asked_f
 from hethub.runtime.launch.rendezvous import meet
 from hethub.runtime.launch.session import watched, watched_meeting
 from hethub.runtime.loop.build import BUILDING_SECONDS, connect_ranks
-from hethub.runtime.loop.plan import OpenedFolder, is_kept, left_at_defaults, open_folder
+from hethub.runtime.loop.plan import OpenedFolder, asks_anew, is_kept, left_at_defaults, open_folder
 from hethub.runtime.loop.read import Data, file_contents, read_data, read_job
 from hethub.runtime.loop.steps import Ended, StepLoop, assumed_note
 from hethub.runtime.program.planned import plan_program, priced, trace_job
@@ -254,14 +254,15 @@ def _chosen(
     file = plan_path or job.plan_path
     if file is None and claimed.goes_on and is_program_plan(folder.plan):
         saved = load_program_plan(folder.plan)
-        if is_kept(saved, saved.program.ranks, job, cluster, claimed):
-            if saved.program.fingerprint == fingerprint(opened.graph):
-                return saved
-            if not may_change:
+        if is_kept(saved, saved.program.ranks, job, cluster):
+            is_same_code = saved.program.fingerprint == fingerprint(opened.graph)
+            if not is_same_code and not may_change:
                 raise BadInput(
                     f"{job.path}: model {job.spec.model} is computed otherwise than when the run in {folder.path} began: its code has"
                     " changed, or torch has. Set it back, or add --accept-changes to go on under a new program."
                 )
+            if is_same_code and not asks_anew(job, claimed):
+                return saved
     if file is None:
         return plan_program(job, opened.subject, opened.graph, cluster).plan
     plan = load_program_plan(file)
