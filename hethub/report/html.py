@@ -149,7 +149,18 @@ def _summary(layout: Layout, prediction: Prediction, measured: Measured | None, 
     notes = [prediction.bottleneck, *([prediction.staging.sentence()] if prediction.staging else [])]
     notes += [host.sentence() for host in prediction.assumed_hosts]
     notes += [f"{assumed_sentence(assumed)}."] if assumed else []
+    notes += [] if measured is None else _own_prediction(measured, prediction)
     return f"<p>{escape(what)}</p>{html_table(head, rows)}{''.join(f'<p>{escape(note)}</p>' for note in notes)}"
+
+
+def _own_prediction(measured: Measured, prediction: Prediction) -> list[str]:
+    """What the run was predicted to take, where the plan's own prediction is another: `replan` counts slow ranks as slow."""
+    own = measured.steps[-1].get("predicted_step_seconds")
+    if own is None or f"{own:.4g}" == f"{prediction.step_seconds:.4g}":
+        return []
+    return [
+        f"The run itself predicted {own:.4g} s a step, by what it knew then: of ranks slower than their device type, say."
+    ]
 
 
 def _steps(measured: Measured) -> str:

@@ -149,6 +149,18 @@ def check_unchanged(folder: RunFolder, job: Job, *, accepted: bool) -> list[str]
     return [f"the job has changed: {change}" for change in changes]
 
 
+def asked_otherwise(folder: RunFolder, job: Job) -> list[str]:
+    """What the job, whose `plan` is a strategy, asks of a plan otherwise than when the run in the folder began, as `check_unchanged`
+    says it; nothing where nobody knows."""
+    try:
+        before = _begun(folder.path / "job.yaml")
+    except BadInput:
+        return []
+    now = job.spec.to_dict()
+    old, new = (dict(_leaves({key: spec[key] for key in ("plan", "constraints")})) for spec in (before, now))
+    return [f"{key} was {old.get(key)}, is {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
+
+
 def _check_model(folder: RunFolder, job: Job) -> None:
     """Before a plan is bound to the job's model, of which the run's own would be called wrong."""
     if job.described is None:

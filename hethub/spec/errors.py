@@ -60,6 +60,17 @@ class RunFailed(RuntimeError):
         return error
 
 
+@contextmanager
+def after_writing() -> Iterator[None]:
+    """Around what goes on when files have been written: bad input that is found only then is a failure."""
+    try:
+        yield
+    except BadInput as error:
+        failed = RunFailed(str(error))
+        failed.agreed, failed.quiet = error.agreed, error.quiet
+        raise failed from error
+
+
 def nearest(word: str, candidates: list[str] | tuple[str, ...]) -> str | None:
     """The shortest candidate that `word` begins, else the one that looks most like it, or None when none is close: long
     words share most letters by chance, so below 0.7 a part of one must begin a part of the other."""

@@ -124,6 +124,16 @@ def test_a_page_has_the_measured_rates_beside_the_predicted_ones(tmp_path: Path)
     assert f"<td>of the ceiling</td><td>{ceiling:.1f} %</td><td>{ceiling / 4:.1f} %</td>" in page
 
 
+def test_a_page_says_where_the_run_was_predicted_otherwise(tmp_path: Path) -> None:
+    """Behind a plan for a slow rank it predicted less than log.txt and metrics.jsonl say, without a word."""
+    predicted = predict(LAYOUT).step_seconds
+    for own, said in ((1.5 * predicted, 1), (predicted, 0)):
+        steps = [{"step": 1, "loss": 2.0, "step_seconds": 1.0, "predicted_step_seconds": own}]
+        write_page(LAYOUT, Measured(steps=steps, spans=[]), tmp_path / "page.html", "run")
+        page = (tmp_path / "page.html").read_text()
+        assert page.count(f"The run itself predicted {own:.4g} s a step") == said
+
+
 def test_the_held_out_loss_is_drawn_beside_the_loss(tmp_path: Path) -> None:
     steps: list[dict[str, Any]] = [{"step": step, "loss": 4.0 - step, "step_seconds": 0.5} for step in (1, 2, 3, 4)]
     steps[1]["eval_loss"], steps[3]["eval_loss"] = 3.5, 2.5

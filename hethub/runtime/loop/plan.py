@@ -12,7 +12,7 @@ from hethub.predictor import check_memory, predict
 from hethub.predictor.cost.profile import ProfileSpec, load_profile, profile_for
 from hethub.predictor.cost.software import hethub_software
 from hethub.runtime.checkpoint import candidates, check_present, finish_cut_off, none_whole
-from hethub.runtime.going_on import check_unchanged
+from hethub.runtime.going_on import asked_otherwise, check_unchanged
 from hethub.runtime.launch.consensus import broadcast, consensus
 from hethub.runtime.launch.preflight import Facts
 from hethub.runtime.measure.autotune import measure_ranks
@@ -219,8 +219,8 @@ def _decide(
 def _plan_file(job: Job, plan_path: Path | None, opened: OpenedFolder, cluster: ClusterSpec) -> Path | None:
     """The plan file to run, None where the job's strategy is to find the plan.
 
-    A run that goes on keeps its plan, unless the job has moved to another cluster or batch since; one that begins again has
-    trained nothing, so its model may be another by now, and its plan, or the file, of no use.
+    A run that goes on keeps its plan, unless the job has moved to another cluster or batch since or asks for another plan; one
+    that begins again has trained nothing, so its model may be another by now, and its plan, or the file, of no use.
     """
     named, folder = plan_path or job.plan_path, opened.folder
     if not opened.goes_on or not folder.plan.exists():
@@ -241,7 +241,17 @@ def _plan_file(job: Job, plan_path: Path | None, opened: OpenedFolder, cluster: 
             f"{error} Restore the plan, name one with --plan, or delete it: one is then found anew."
         ) from None
     fits = opened.resumes or saved.job is None or saved.job.model == job.model
-    return named or (folder.plan if fits and is_kept(saved, saved.num_ranks, job, cluster) else None)
+    if named is None and fits and is_kept(saved, saved.num_ranks, job, cluster) and not asks_anew(job, opened):
+        return folder.plan
+    return named
+
+
+def asks_anew(job: Job, opened: OpenedFolder) -> bool:
+    """Whether the job asks for another plan than when the run began; that it does is noted."""
+    changes = asked_otherwise(opened.folder, job)
+    if changes:
+        opened.notes.append(f"planned anew, since the job asks for another plan: {'; '.join(changes)}")
+    return bool(changes)
 
 
 def is_kept(saved: PlanSpec | ProgramPlanSpec, ranks: int, job: Job, cluster: ClusterSpec) -> bool:

@@ -29,7 +29,7 @@ from hethub.runtime.run_folder import SETTLING_STEPS, RunFolder
 from hethub.runtime.sinks import Sinks, StepProfiler
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.errors import RunFailed
+from hethub.spec.errors import RunFailed, after_writing
 from hethub.spec.job import Job, LogSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.plan import PlanSpec
@@ -132,7 +132,7 @@ class StepLoop:
         self._profiler = StepProfiler(log.profile_steps, self.folder.path, self.world.rank, self._say)
         wanted = log if self._speaks else LogSpec()
         self._sinks = Sinks(wanted, self.folder.path, self.job.spec.to_dict(), self._say, first_step=first)
-        with StopSignal(speaks=self._speaks) as signals, self._display, self._sinks:
+        with after_writing(), StopSignal(speaks=self._speaks) as signals, self._display, self._sinks:
             for line in self._opening([*warnings, *notes], told):
                 self._say(line)
             with self._saving():

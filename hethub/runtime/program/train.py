@@ -17,7 +17,7 @@ from hethub.runtime.launch.preflight import Agreed, Facts, agree, folder_asked_f
 from hethub.runtime.launch.rendezvous import meet
 from hethub.runtime.launch.session import watched, watched_meeting
 from hethub.runtime.loop.build import BUILDING_SECONDS, connect_ranks
-from hethub.runtime.loop.plan import OpenedFolder, is_kept, left_at_defaults, open_folder
+from hethub.runtime.loop.plan import OpenedFolder, asks_anew, is_kept, left_at_defaults, open_folder
 from hethub.runtime.loop.read import Data, file_contents, read_data, read_job
 from hethub.runtime.loop.steps import Ended, StepLoop, assumed_note
 from hethub.runtime.program.planned import plan_program, priced, trace_job
@@ -222,12 +222,13 @@ def _plan(
     """The plan named or found and its run folder, which rank 0 claims, the same on every rank."""
 
     def decide() -> dict[str, Any]:
-        folder, goes_on, resumes, behind, notes = claim()
+        claimed = claim()
+        folder, goes_on, resumes, behind, notes = claimed
         reserve = opened.job.spec.constraints.reserve
         made_for = ProgramFor(cluster=cluster, reserve=reserve, items=opened.subject.items)
         # One that begins again has trained nothing; a described model stands in the checkpoint, which refuses another.
         may_change = accept_changes or not resumes or opened.job.described is not None
-        plan = _chosen(opened, cluster, plan_path, folder, goes_on=goes_on, may_change=may_change)
+        plan = _chosen(opened, cluster, plan_path, claimed, may_change=may_change)
         plan = plan.replace(cluster=cluster.name, job=made_for)
         return {
             "plan": plan.model_dump(mode="json", by_alias=True),
@@ -245,23 +246,23 @@ def _plan(
 
 
 def _chosen(
-    opened: _Opened, cluster: ClusterSpec, plan_path: Path | None, folder: RunFolder, *, goes_on: bool,
-    may_change: bool,
-) -> ProgramPlanSpec:  # fmt: skip
+    opened: _Opened, cluster: ClusterSpec, plan_path: Path | None, claimed: OpenedFolder, *, may_change: bool
+) -> ProgramPlanSpec:
     """The plan file that the command or the job names; that of a run that goes on, unless its cluster or batch has changed,
-    or, where it may, its code; else a new one."""
-    job = opened.job
+    what it asks for or, where it may, its code; else a new one."""
+    job, folder = opened.job, claimed.folder
     file = plan_path or job.plan_path
-    if file is None and goes_on and is_program_plan(folder.plan):
+    if file is None and claimed.goes_on and is_program_plan(folder.plan):
         saved = load_program_plan(folder.plan)
         if is_kept(saved, saved.program.ranks, job, cluster):
-            if saved.program.fingerprint == fingerprint(opened.graph):
-                return saved
-            if not may_change:
+            is_same_code = saved.program.fingerprint == fingerprint(opened.graph)
+            if not is_same_code and not may_change:
                 raise BadInput(
                     f"{job.path}: model {job.spec.model} is computed otherwise than when the run in {folder.path} began: its code has"
                     " changed, or torch has. Set it back, or add --accept-changes to go on under a new program."
                 )
+            if is_same_code and not asks_anew(job, claimed):
+                return saved
     if file is None:
         return plan_program(job, opened.subject, opened.graph, cluster).plan
     plan = load_program_plan(file)

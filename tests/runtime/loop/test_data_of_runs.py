@@ -9,12 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from hethub.runtime.checkpoint.record import LoopState
 from hethub.runtime.data import Dataset, open_dataset
 from hethub.runtime.data.opening import overlap
+from hethub.runtime.data.token_file import HEADER_BYTES
+from hethub.runtime.data.tokenise import tokenise
 from hethub.runtime.loop.trainer import TrainingRank
 from hethub.spec.errors import BadInput
 from hethub.spec.job import DataSpec, TrainSpec
@@ -280,6 +283,29 @@ def test_the_source_that_has_changed_since_a_checkpoint_is_named(tmp_path: Path)
     mixture = DataSpec.model_validate({"sources": sources[:1]})
     with pytest.raises(BadInput, match=r"tokens of 2 sources where the job names 1: [0-9a-f]+, the job has"):
         restored(of("more text"), before.fingerprint, before.fingerprints)
+
+
+def test_a_token_beyond_the_vocabulary_that_a_step_meets_fails_the_run(tmp_path: Path) -> None:
+    """It ended with 2, as if nothing were written, and the folder was neither gone on in nor begun again."""
+    data = {"source": "tokens", "path": "tokens.bin"}
+    job = write_job(
+        tmp_path / "job", cluster=cluster(1), plan_file=plan(ALONE, cluster="of 1"), data=data, checkpoint={"every_steps": 20}
+    )  # fmt: skip
+    file = tmp_path / "job" / "tokens.bin"
+    tokenise([tmp_path / "job" / "text.txt"], "bytes", file, progress=False)
+    whole = bytearray(file.read_bytes())
+    (stream,) = open_dataset(DataSpec.model_validate(data), job.parent, seq_len=SEQ_LEN, seed=1, vocab=272).streams
+    place = HEADER_BYTES + 2 * int(stream.starts(np.array([16]))[0])  # of the third step's first sample
+    file.write_bytes(whole[:place] + b"\xff\xff" + whole[place + 2 :])
+    again = ["train", job, "--run-dir", tmp_path / "run", "--resume", "auto"]
+    (ended,) = ranks(1, *again, cwd=tmp_path)
+    assert (ended.exit_code, len(ended.paragraphs)) == (75, 1)
+    assert "token id 65535 does not exist in the model's vocabulary of 272" in ended.stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    file.write_bytes(whole)
+    (ended,) = ranks(1, *again, cwd=tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    assert "it begins again at step 1" in ended.stdout
 
 
 @pytest.mark.slow

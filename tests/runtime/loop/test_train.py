@@ -87,6 +87,27 @@ def test_a_resumed_run_keeps_its_plan_while_the_cluster_is_the_same(tmp_path):
         assert _plan_file(changed, None, opened(folder, goes_on=True), job.cluster) is None, change
 
 
+@pytest.mark.parametrize(
+    ("asks", "said"),
+    [
+        ("constraints.zero=3", "constraints.zero was None, is 3"),
+        ("constraints.reserve=0.2", "constraints.reserve was 0.06, is 0.2"),
+        ("plan=uniform", "plan was auto, is uniform"),
+    ],
+)
+def test_a_resumed_run_that_asks_for_another_plan_gets_it_and_says_so(tmp_path, asks, said):
+    """It kept the old one without a word, and the run folder's job.yaml had what the plan beside it did not keep to."""
+    job = load_job(write_job(tmp_path / "job", plan="auto"))
+    folder = finished_run(tmp_path / "run", plan())
+    folder.start(job, bind(load_plan(folder.plan), job.model, job.cluster), {}, {})
+    changed, again = load_job(job.path, [asks]), opened(folder, goes_on=True)
+    assert _plan_file(changed, None, again, job.cluster) is None
+    assert again.notes == [f"planned anew, since the job asks for another plan: {said}"]
+    named = opened(folder, goes_on=True)
+    assert _plan_file(changed, folder.plan, named, job.cluster) == folder.plan
+    assert not named.notes
+
+
 def test_a_resumed_run_keeps_no_plan_of_other_accelerators(tmp_path):
     """`cluster: detect` gives every cluster one name; ranks that were told apart are still those."""
     job = load_job(write_job(tmp_path / "job", plan="auto"))

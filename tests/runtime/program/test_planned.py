@@ -143,7 +143,8 @@ def test_a_run_whose_code_has_changed_goes_on_where_that_is_accepted(was: str, n
     (code,) = job.parent.glob("own_*/net.py")
     code.write_text(code.read_text().replace(was, now))
     given = ("train", job, "--resume", tmp_path / "run")
-    check_refused(ranks(2, *given, cwd=tmp_path), "its code has changed", "--accept-changes")
+    asks = ("--set", "constraints.reserve=0.2")  # for another program, which is no consent to other code
+    check_refused(ranks(2, *given, *asks, cwd=tmp_path), "its code has changed", "--accept-changes")
     train(2, *given[1:], "--accept-changes", cwd=tmp_path)
     assert losses(tmp_path / "run")[:2] == whole[:2]
     assert losses(tmp_path / "run")[2] != whole[2]
@@ -178,6 +179,9 @@ def test_a_run_goes_on_with_its_own_llama_alone_whatever_that_is_called_by_now(t
     write_yaml(tmp_path / "model.yaml", {**MODEL, "name": "renamed"})
     train(1, *given[1:], cwd=tmp_path)
     assert len(losses(run)) == 3
+    (ended,) = ranks(1, *given, "--set", "train.steps=4", "--set", "constraints.reserve=0.2", cwd=tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    assert "another plan: constraints.reserve was 0.06, is 0.2" in ended.stdout
 
 
 def test_a_run_begun_again_under_hap_is_of_its_own_model(tmp_path: Path) -> None:
