@@ -26,11 +26,10 @@ sys.path.append(
     str(Path(__file__).resolve().parents[1])
 )  # behind site-packages: only `tests` and `benchmarks` are meant
 
-from benchmarks.programs import Core, Images, Words, cluster_of, device_of, images, keep_memory, words
+from benchmarks.programs import Core, Images, Words, cluster_of, device_of, images, keep_memory, probed, words
 from benchmarks.quotas import NoQuotas, quota_groups
 from hethub.communicator import Rendezvous, connect
 from hethub.kernels.device import Device
-from hethub.predictor.cost.operators import Product, Work
 from hethub.runtime.launch.consensus import all_gather, broadcast
 from hethub.spec.program import ProgramSpec
 from hethub.synthesis.capture.trace import trace
@@ -70,10 +69,10 @@ def own_core() -> Core:
     a, b, one = torch.randn(side, side), torch.randn(side, side), torch.randn(size)
     product, added = mean_seconds(lambda: a @ b), mean_seconds(lambda: torch.add(one, one))
     core = Core(2.0 * side**3 / product, 12.0 * size / added)
-    works = Work.of((Product(side, side, side),), 4, 0.0, 0.0, 0), Work.of((), 4, 0.0, 0.0, 0, fused_bytes=12.0 * size)
+    works = probed(side, size)
     for _ in range(20):
-        told = device_of(core).seconds(works[0]), device_of(core).seconds(works[1])
-        core = Core(core.flops * told[0] / product, core.bandwidth * told[1] / added)
+        told = [device_of(core).seconds(work) for work in works]
+        core = Core(core.flops * told[1] / product, core.bandwidth * told[0] / added)
     return core
 
 

@@ -31,13 +31,12 @@ sys.path.append(
 )  # behind site-packages: only `tests` and `benchmarks` are meant
 
 from benchmarks.synthesis import VGG19, Experts, Layer, mlp
-from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.layer import Device
 from hethub.predictor.cost.operators import Product, Work
-from hethub.predictor.cost.software import HETHUB
 from hethub.spec.cluster import ClusterSpec
 from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.costs import Costs, Model, Move, Shares, move_cost, rank_seconds
+from hethub.synthesis.costs import device_of as pricing_device
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.pieces import OwnCall, local_shape
 from hethub.synthesis.planning import data_parallel
@@ -144,16 +143,24 @@ def probe() -> Core:
     core = Core(
         2.0 * side**3 / best_of(lambda: a @ b), 12.0 * size / best_of(lambda: torch.add(values, values, out=out))
     )
-    added = Work.of((), 4, 0.0, 0.0, 0, fused_bytes=12.0 * size)
-    product = Work.of((Product(side, side, side),), 4, 0.0, 0.0, 0)
+    added, product = probed(side, size)
     core = core._replace(bandwidth=core.bandwidth * device_of(core).seconds(added) * core.bandwidth / (12.0 * size))
     rest = device_of(core._replace(flops=1e3 * core.flops)).seconds(product)
     wanted = 2.0 * side**3 / core.flops
     return core._replace(flops=core.flops * (device_of(core).seconds(product) - rest) / (wanted - rest))
 
 
+def probed(side: int, size: int) -> tuple[Work, Work]:
+    """An addition of a tensor to itself, which is read once, and a product; what they make is read before it is written."""
+    product = Product(side, side, side)
+    return (
+        Work.of((), 4, 0.0, 0.0, 0, fused_bytes=12.0 * size),
+        Work.of((product,), 4, 0.0, 0.0, 0, fused_bytes=4.0 * side**2),
+    )
+
+
 def device_of(core: Core) -> Device:
-    return Device(cluster_of(core, 1.0).places[0].accelerator, "fp32", HETHUB, packaged())
+    return pricing_device(cluster_of(core, 1.0).places[0].accelerator, "fp32")
 
 
 def cluster_of(

@@ -54,6 +54,7 @@ class Costs:
             raise BadInput(
                 f"{lacking.name} does not compute in {precision}; give the module in a type that every accelerator has."
             )
+        self._on_cpu = [is_cpu(accelerator) for accelerator in self.accelerators]
         self.size = cluster.size
         self._network = Network(cluster)
         self._group = self._network.group(range(cluster.size))
@@ -66,8 +67,11 @@ class Costs:
         return self._operators[operator]
 
     def _seconds(self, graph: Graph, operator: Operator) -> tuple[np.ndarray, np.ndarray]:
-        found = work(graph, operator)
-        pairs = [_operator_seconds(accelerator, self.precision, found) for accelerator in self.accelerators]
+        works = {on_cpu: work(graph, operator, write_allocate=on_cpu) for on_cpu in set(self._on_cpu)}
+        pairs = [
+            _operator_seconds(accelerator, self.precision, works[on_cpu])
+            for accelerator, on_cpu in zip(self.accelerators, self._on_cpu, strict=True)
+        ]
         return np.array([start for start, _ in pairs]), np.array([rest for _, rest in pairs])
 
     def update(self, parameter: Tensor) -> np.ndarray:
@@ -78,7 +82,7 @@ class Costs:
     @cached_property
     def _update_seconds(self) -> np.ndarray:
         """Per rank: of one element; all parameters are stepped by few launches, which do not count."""
-        devices = [_device(accelerator, self.precision) for accelerator in self.accelerators]
+        devices = [device_of(accelerator, self.precision) for accelerator in self.accelerators]
         return np.array([adamw_bytes(self.precision) / (d.bandwidth * d.fit.memory) for d in devices])
 
     @cached_property
@@ -88,7 +92,7 @@ class Costs:
         small, large = 1e6, 1e8
         seconds = [self._network.reduce_scatter(self._group, size) for size in (small, large)]
         slope = max(seconds[1] - seconds[0], 0.0) / (large - small)
-        hosted = packaged().links["hosted_latency_seconds"] if all(map(is_cpu, self.accelerators)) else 0.0
+        hosted = packaged().links["hosted_latency_seconds"] if all(self._on_cpu) else 0.0
         return Linear(max(seconds[0] - slope * small, hosted), slope)
 
     def collective(self, kind: Collective, num_bytes: float, smallest: float, largest: float) -> float:
@@ -134,18 +138,23 @@ def precision_of(graph: Graph) -> Precision:
     return _PRECISIONS[widest]
 
 
-def work(graph: Graph, operator: Operator) -> Work | None:
-    """What an operator computes and moves as a whole; None where it only looks at memory in another way."""
+def work(graph: Graph, operator: Operator, *, write_allocate: bool = False) -> Work | None:
+    """What an operator computes and moves as a whole; None where it only looks at memory in another way.
+
+    With `write_allocate` a line of memory is read before it is written, as a CPU's caches do (McCalpin, Memory Bandwidth
+    and Machine Balance, 1995, of the STREAM benchmark).
+    """
     name = short(operator)
     if name in VIEWS or not operator.inputs:
         return None
     width = graph.tensors[operator.made[0]].dtype.itemsize
-    if products := _products(graph, operator):
-        return Work.of(products, width, 0.0, 0.0, 1)
     made = sum(graph.tensors[t].num_bytes for t in operator.made)
+    allocated = made if write_allocate else 0
+    if products := _products(graph, operator):
+        return Work.of(products, width, 0.0, 0.0, 1, fused_bytes=float(allocated))
     read = operator.inputs[1:] if name in LOOKUPS else operator.inputs
     moved = sum(graph.tensors[t].num_bytes for t in read) + made * (2 if name in LOOKUPS else 1)
-    return Work.of((), width, 0.0, 0.0, 1, fused_bytes=float(moved))
+    return Work.of((), width, 0.0, 0.0, 1, fused_bytes=float(moved + allocated))
 
 
 def _products(graph: Graph, operator: Operator) -> tuple[Product, ...]:
@@ -185,15 +194,20 @@ def _operator_seconds(accelerator: AcceleratorSpec, precision: Precision, found:
     launch = packaged().common["launch_seconds"] if is_cpu(accelerator) else 0.0
     if found is None:
         return launch, 0.0
-    device = _device(accelerator, precision)
+    device = device_of(accelerator, precision)
     start = device.seconds(Work.of((), 0, 0.0, 0.0, 1))
     return launch + start, max(device.seconds(found) - start, 0.0)
 
 
 @cache
-def _device(accelerator: AcceleratorSpec, precision: Precision) -> Device:
-    """Without the launches of a CPU, which are added to what it computes."""
-    return Device(accelerator, precision, replace(HETHUB, captured=is_cpu(accelerator)), packaged())
+def device_of(accelerator: AcceleratorSpec, precision: Precision) -> Device:
+    """Without a CPU's launches, which are added to what it computes, and without waves on its one core: they are what
+    the last of a device's many units leave idle."""
+    on_cpu = is_cpu(accelerator)
+    device = Device(accelerator, precision, replace(HETHUB, captured=on_cpu), packaged())
+    if on_cpu:
+        device.fit = replace(device.fit, wave_area=0.0)
+    return device
 
 
 # -- what programs pay --------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ import torch.nn as nn
 
 from hethub import synthesis
 from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.layer import Device
+from hethub.predictor.cost.software import HETHUB
 from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.costs import Costs, work
@@ -154,3 +156,40 @@ def test_collectives_of_cpu_ranks_pass_their_hosts_on_several_machines_too(machi
         Costs(fast_ranks(name, machines), "fp32").reduce_scatter.fixed for name in ("CPU of a test", "H100-SXM5-80GB")
     ]
     assert started[0] == packaged().links["hosted_latency_seconds"] > 3 * started[1]
+
+
+class Batched(nn.Module):
+    """As many products as there are samples, a copy and an addition of as many elements, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(64))
+
+    def forward(self, values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        return (torch.bmm(values, self.weight.expand(len(values), -1, -1)).clone() + others).sum()
+
+
+def computing_seconds(name: str, samples: int) -> dict[str, float]:
+    """Of the first operator of each kind, without what starting it takes."""
+    graph, costs = trace(Batched(), (torch.randn(samples, 64, 64),) * 2), Costs(fast_ranks(name, 1), "fp32")
+    found = {operator.key: float(costs.operator(graph, operator)[1][0]) for operator in reversed(graph.operators)}
+    return {key.split(".")[1]: seconds for key, seconds in found.items()}
+
+
+def test_a_core_computes_one_product_after_the_other_and_reads_what_it_writes() -> None:
+    """It was priced as a device's many units, which one product of 64 by 64 leaves idle: 15 times too dear. And a copy was taken
+    to move two thirds of what an addition moves; a cache reads a line before it is written, so that it is three quarters."""
+    one, many = (computing_seconds("CPU of a test", samples) for samples in (2, 128))
+    assert many["bmm"] == pytest.approx(64 * one["bmm"])
+    assert many["clone"] == pytest.approx(3 / 4 * many["add"])
+
+
+@pytest.mark.parametrize("name", ["H100-SXM5-80GB", "MI300X"])
+def test_what_cores_do_leaves_the_prices_of_devices_alone(name: str) -> None:
+    graph, cluster = trace(Batched(), (torch.randn(4, 64, 64),) * 2), fast_ranks(name, 1)
+    device = Device(cluster.places[0].accelerator, "fp32", HETHUB, packaged())
+    costs = Costs(cluster, "fp32")
+    for operator in graph.operators:
+        told = work(graph, operator)
+        expected = device.seconds(told) if told else 0.0
+        assert sum(costs.operator(graph, operator))[0] == pytest.approx(expected, rel=1e-12)
