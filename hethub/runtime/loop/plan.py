@@ -1,5 +1,6 @@
 """Plan: what all ranks will run, decided by rank 0 before anything is written."""
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from hethub.runtime.run_claim import RunClaim
 from hethub.runtime.run_folder import FILES, RunFolder, default_run_folder, run_and_step, same_ranks
 from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.spec.errors import BadInput, asked_by
-from hethub.spec.job import Job, JobSpec, load_plan_of
+from hethub.spec.job import CheckpointSpec, Job, JobSpec, load_plan_of
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import check_executable
 from hethub.spec.layout.state import bind_file
@@ -151,12 +152,25 @@ def open_folder(
         folder.check_resumable(was_cut_off=was_cut_off)
         if not (was_cut_off or candidates(folder.checkpoints)):
             raise none_whole(folder.checkpoints)
-    notes = [] if note is None else [note]
+    notes = [*([] if note is None else [note]), *_kept_for_good(job.spec.checkpoint)]
     if was_cut_off:
         notes.append(f"{folder.path}: the run here was cut off before its first checkpoint; it begins again at step 1")
     elif resume is not None:
         notes += check_unchanged(folder, job, accepted=accept_changes)
     return OpenedFolder(folder, resume is not None, resume is not None and not was_cut_off, step, notes)
+
+
+def _kept_for_good(spec: CheckpointSpec) -> list[str]:
+    """What to say where not every step that `keep_every` names is one that is saved."""
+    if spec.keep_every is None or (spec.every_steps is not None and spec.keep_every % spec.every_steps == 0):
+        return []
+    asked = (
+        f"warning: checkpoint.keep_every {spec.keep_every} is no multiple of every_steps {spec.every_steps or 'null'}"
+    )
+    if spec.every_steps is None:
+        return [f"{asked}: checkpoints are written at the end alone, and none before stays"]
+    common = math.lcm(spec.keep_every, spec.every_steps)
+    return [f"{asked}: only those of steps {common}, {2 * common}, … stay for good"]
 
 
 def _check_apart(folder: RunFolder, job: Job) -> None:

@@ -62,8 +62,9 @@ class Replanner:
             kinds[own.rank] = (layout.cluster.places[own.rank].accelerator.name, replica.tp, replica.micro_batch)
         self._watch = StragglerDetector(planned, self._job.spec.drift, self._factors, kinds)
 
-    def note(self, step: int, busy_seconds: Sequence[dict[str, float] | None], *, plans: bool) -> list[dict[str, Any]]:
-        """Takes in a step; what there is to say of it, a row each. The rank that `plans` looks for a better plan."""
+    def note(self, step: int, busy_seconds: Sequence[dict[str, float] | None], world: World) -> list[dict[str, Any]]:
+        """Takes in a step; what there is to say of it, a row each. Where rank 0 looks for a better plan, the others wait:
+        what they did of the next step meanwhile would be missing from its time."""
         known = [seconds for seconds in busy_seconds if seconds is not None]
         if len(known) < len(busy_seconds):
             return []
@@ -79,7 +80,9 @@ class Replanner:
             if factor > 1.0:
                 self._factors[rank] = factor
         self._is_due, self._remedy = self._factors != self._planned_for, None
-        gain = self._plan_anew() if plans and self._is_due else "the plan stays"
+        gain = self._plan_anew() if world.rank == 0 and self._is_due else "the plan stays"
+        if self._is_due:
+            world.barrier()
         percent = None if self._remedy is None else self._remedy.gain_percent
         rows = [self._slow_row(straggler) for straggler in noted.slow]
         rows += [

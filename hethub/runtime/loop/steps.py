@@ -181,7 +181,7 @@ class StepLoop:
         self._seconds.append(seconds)
         ends = outcome.stop_requested or step == self.last
         self._profiler.behind(step, ends=ends, complete=self.trainer.flush)
-        held_out = self._evaluate(step)
+        held_out = None if outcome.stop_requested and step < self.last else self._evaluate(step)  # a stop is urgent
         if self._speaks:
             metrics = self.trainer.metrics(step, outcome, seconds, self._predicted_seconds)
             metrics = metrics if held_out is None else metrics.with_evaluation(held_out)
@@ -294,8 +294,8 @@ class TrainingLoop(StepLoop):
             f"layers {stage.layers_text} on ranks {' and '.join(str(list(r.ranks)) for r in stage.replicas)}"
             for stage in plan.stages
         )
-        lines = [f"plan ({prediction['strategy']}), schedule {plan.schedule}: {stages}"]
-        lines.append(f"predicted {prediction['step_seconds']:.4g} s a step")
+        predicted = f"predicted {prediction['step_seconds']:.4g} s a step"
+        lines = [f"plan ({prediction['strategy']}), schedule {plan.schedule}: {stages}", predicted]
         lines += assumed_note(self.planned.layout.cluster, plan.precision, self.planned.profile)
         if self.trainer.pace.time_scale is not None:
             lines.append(f"emulated on CPUs: every emulated second takes {self.trainer.pace.time_scale:g} real ones")
@@ -311,7 +311,7 @@ class TrainingLoop(StepLoop):
             self._is_settled()
         self._spans = [*self._spans[-TRACED_STEPS + 1 :], self.trainer.spans]
         if self._replanner is not None and step - self._begun > SETTLING_STEPS:
-            for row in self._replanner.note(step, outcome.busy_seconds, plans=self._speaks):
+            for row in self._replanner.note(step, outcome.busy_seconds, self.world):
                 self._say(row["text"])
                 if self._speaks:
                     self.folder.append_straggler(row)

@@ -4,7 +4,6 @@ import io
 import json
 import math
 import os
-import signal
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,12 +16,12 @@ from hethub import __version__
 from hethub.predictor.pipeline.timeline import Span
 from hethub.runtime.loop import read
 from hethub.runtime.loop.display import TrainingDisplay, describe
-from hethub.runtime.loop.plan import OpenedFolder, _decide, _measured_before, _plan_file, _ranks_measure
+from hethub.runtime.loop.plan import OpenedFolder, _decide, _measured_before, _plan_file, _ranks_measure, open_folder
 from hethub.runtime.loop.step_report import StepOutcome, StepReporter, gather_outcome
 from hethub.runtime.loop.steps import TrainingLoop
-from hethub.runtime.loop.stop_signal import StopSignal
 from hethub.runtime.measure.speed_classes import tell_apart
 from hethub.runtime.metrics import StepMetrics
+from hethub.runtime.run_claim import RunClaim
 from hethub.runtime.run_folder import RunFolder
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import load_job, load_plan_of
@@ -278,27 +277,25 @@ def test_a_folder_with_a_run_is_not_new_and_one_without_cannot_be_resumed(tmp_pa
         folder.check_new()
 
 
-# -- signals and lines -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("every", "keep_every", "said"),
+    [
+        (20, 60, None),
+        (20, None, None),
+        (20, 30, "keep_every 30 is no multiple of every_steps 20: only those of steps 60, 120, … stay for good"),
+        ("null", 30, "keep_every 30 is no multiple of every_steps null: checkpoints are written at the end alone"),
+    ],
+)
+def test_what_is_to_stay_for_good_and_is_never_written_is_said(job, tmp_path, every, keep_every, said):
+    """Of `every_steps: 20, keep_every: 30` every other one was missing without a word."""
+    given = load_job(job.path, [f"checkpoint={{every_steps: {every}, keep_every: {keep_every or 'null'}}}"])
+    with RunClaim() as claim:
+        notes = open_folder(given, tmp_path / "run", None, claim, accept_changes=False).notes
+    assert len(notes) == (said is not None)
+    assert said is None or said in notes[0]
 
 
-def test_a_signal_is_remembered_and_given_back_but_for_the_one_that_only_asks_to_save():
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
-    with StopSignal() as stop:
-        assert not stop.requested
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert stop.requested
-    behind = {number: signal.getsignal(number) for number in before}
-    signal.signal(signal.SIGUSR1, before[signal.SIGUSR1])
-    assert behind == before | {signal.SIGUSR1: signal.SIG_IGN}
-
-
-def test_whoever_asks_to_stop_is_answered_once(capfd):
-    before = signal.getsignal(signal.SIGUSR1)
-    with StopSignal(speaks=True):
-        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGINT):
-            os.kill(os.getpid(), number)
-    signal.signal(signal.SIGUSR1, before)
-    assert capfd.readouterr().err.count("stopping behind this step") == 1
+# -- lines of steps ---------------------------------------------------------------------------------------------------
 
 
 def test_a_long_run_prints_a_plain_line_for_so_many_steps():

@@ -68,6 +68,10 @@ def layout(name: str) -> Layout:
     return bind(PlanSpec.model_validate(plan), MODEL, CLUSTER)
 
 
+# Of a world what a rank that does not plan needs.
+OTHER: Any = SimpleNamespace(rank=1, barrier=lambda: None)
+
+
 def watch(name: str) -> Replanner:
     job: Any = SimpleNamespace(spec=SimpleNamespace(drift=SPEC, replan="report", train=TrainSpec()))
     return Replanner(job, layout(name), None)
@@ -94,7 +98,7 @@ def steps(name: str, slow: dict[int, float], error: float = 1.0) -> Any:
 @pytest.mark.parametrize("name", STAGES)
 def test_a_thousand_clean_steps_raise_no_alarm(name: str) -> None:
     watching, clean = watch(name), steps(name, {})
-    assert not [row for step in range(1000) for row in watching.note(step, next(clean), plans=False)]
+    assert not [row for step in range(1000) for row in watching.note(step, next(clean), OTHER)]
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -103,7 +107,7 @@ def test_a_rank_1_3_times_slower_is_named_within_twenty_steps(name: str, rank: i
     """Also where all ranks are faster than was predicted."""
     watching, slowed = watch(name), steps(name, {rank: 1.3}, error)
     looked_at = [step for step in range(1, 21) if (step - 1) % LOOKED_AT == 0 and step > 2]
-    rows = [row for step in looked_at for row in watching.note(step, next(slowed), plans=False)]
+    rows = [row for step in looked_at for row in watching.note(step, next(slowed), OTHER)]
     assert [row["rank"] for row in rows] == [rank]
     assert rows[0]["factor"] == pytest.approx(1.3, abs=4 * NOISE)
 
