@@ -116,9 +116,9 @@ class StepProfiler:
         self._profiler = torch.profiler.profile(activities=list(torch.profiler.supported_activities()))
         self._profiler.start()
 
-    def behind(self, step: int, *, ends: bool, complete: Callable[[], None]) -> None:
-        """Stops and writes behind the last step, or the run's; before, `complete` waits for what goes on beside the next
-        one: an operation that ends later would write to a profiler that is gone."""
+    def behind(self, step: int, *, complete: Callable[[], None], ends: bool = False) -> None:
+        """Stops and writes behind the last step, or where the run `ends` sooner; before, `complete` waits for what goes on
+        beside the next one: an operation that ends later would write to a profiler that is gone."""
         if self._steps is None or self._profiler is None or not (ends or step >= self._steps[1]):
             return
         profiler, self._steps = self._profiler, None

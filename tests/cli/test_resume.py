@@ -45,7 +45,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def resume(job, run, *arguments, size=4):
-    results = ranks(size, "train", job, "--resume", run, *arguments, cwd=run.parent)
+    results = ranks(size, "train", job, "--resume", run, *arguments, cwd=job.parent.parent)
     for ended in results:
         assert ended.exit_code == 0, ended.stderr
     return results[0]
@@ -142,6 +142,16 @@ def test_a_finished_run_says_that_nothing_is_left(uninterrupted, tmp_path):
     assert f"all {STEPS} steps are trained already; raise train.steps" in ended.stdout
     assert losses(run) == losses(whole)
     assert (run / "trace.json").read_bytes() == (whole / "trace.json").read_bytes()
+
+
+def test_where_nothing_is_trained_behind_a_named_step_what_lies_behind_it_stays(uninterrupted, tmp_path):
+    """Its lines of metrics were gone, and its checkpoint set aside."""
+    job, whole = uninterrupted
+    run = cut_back(whole, tmp_path / "run", STEPS)
+    ended = resume(job, run / "checkpoints" / "step-4", "--set", "train.steps=4")
+    assert "all 4 steps are trained already" in ended.stdout
+    assert losses(run) == losses(whole)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2", "step-4", "step-6"]
 
 
 @pytest.mark.parametrize("left", ["its plan", "a plan of hap", "a damaged plan"])

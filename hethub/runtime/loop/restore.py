@@ -20,12 +20,13 @@ def restore(
     behind: int | None,
 ) -> tuple[CheckpointManager, int]:
     """The folder's checkpoints, and the step that the trainer now goes on behind, `behind` where that is named, 0 where
-    nothing is resumed. Raises BadInput on every rank."""
+    nothing is resumed. Newer ones are out of the way where any step is left. Raises BadInput on every rank."""
 
     def opened() -> tuple[CheckpointManager, int]:
         store = CheckpointManager(folder.checkpoints, keep=spec.keep, world=world, keep_every=spec.keep_every)
         return store, trainer.restore(store, store.latest(behind)) if resumes else 0
 
     store, done = consensus(meeting, "checkpoint", opened, patience_seconds=BUILDING_SECONDS)
-    store.begin_behind(done)
+    if done < trainer.train.steps:  # else nothing is trained
+        store.begin_behind(done)
     return store, done

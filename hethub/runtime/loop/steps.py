@@ -128,18 +128,19 @@ class StepLoop:
         self._display = TrainingDisplay(
             first, self.last, every=log.every_steps, num_ranks=self.world.size, shows=self._speaks, items=self.items
         )
-        notes = self._open() if self._speaks else []
+        writes = self._speaks and self.done < self.last  # else nothing is trained, and what is there stays as it is
+        notes = self._open() if writes else []
         self._profiler = StepProfiler(log.profile_steps, self.folder.path, self.world.rank, self._say)
-        wanted = log if self._speaks else LogSpec()
+        wanted = log if writes else LogSpec()
         self._sinks = Sinks(wanted, self.folder.path, self.job.spec.to_dict(), self._say, first_step=first)
         with after_writing(), StopSignal(speaks=self._speaks) as signals, self._display, self._sinks:
             for line in self._opening([*warnings, *notes], told):
                 self._say(line)
             with self._saving():
                 for step in range(first, self.last + 1):
-                    stopped = self._step(step, signals)
-                    if stopped:
+                    if stopped := self._step(step, signals):
                         break
+            self._profiler.behind(step, ends=True, complete=self.trainer.flush)
         return step, stopped and step < self.last
 
     def _saving(self) -> AbstractContextManager[None]:
@@ -148,8 +149,7 @@ class StepLoop:
 
     def _open(self) -> list[str]:
         """Begins the run folder, or goes on in it; what is to be said of losses there."""
-        if self.done < self.last:  # else nothing is trained: the folder keeps the job and the plan of its steps
-            self._start_folder({"islands": self.world.islands, "relays": self.world.relays, **self.world.counters()})
+        self._start_folder({"islands": self.world.islands, "relays": self.world.relays, **self.world.counters()})
         return self.folder.cut_behind(self.done)
 
     def _opening(self, warnings: Sequence[str], told: Sequence[str]) -> list[str]:
@@ -180,7 +180,7 @@ class StepLoop:
         self._losses.append(outcome.loss)
         self._seconds.append(seconds)
         ends = outcome.stop_requested or step == self.last
-        self._profiler.behind(step, ends=ends, complete=self.trainer.flush)
+        self._profiler.behind(step, complete=self.trainer.flush)
         held_out = None if outcome.stop_requested and step < self.last else self._evaluate(step)  # a stop is urgent
         if self._speaks:
             metrics = self.trainer.metrics(step, outcome, seconds, self._predicted_seconds)

@@ -5,6 +5,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hethub.runtime.loop.step_report import StepOutcome
 from hethub.runtime.loop.steps import StepLoop
@@ -34,34 +35,38 @@ def test_whoever_asks_to_stop_is_answered_once(capfd):
 
 
 class Stopping(StepLoop):
-    """A run that is asked to stop in step 4 of 8, evaluated every other step and behind the last."""
+    """A run of 8 steps, evaluated and saved every other step, that is asked to stop in step `asked`; what it `did`."""
 
-    def __init__(self, job, said):
-        super().__init__(SimpleNamespace(rank=1), job, SimpleNamespace(held_out=object()), None, 0)
-        self.said, self.last = said, 8
-        self._profiler = SimpleNamespace(before=lambda step: None, behind=lambda step, **more: None)
-        outcomes = {step: StepOutcome(1.0, 1.0, 0, step in (4, 8), False, ()) for step in range(1, 9)}
+    def __init__(self, job, folder, asked):
+        data = SimpleNamespace(held_out=object(), epochs=lambda train, done: ([], []))
+        super().__init__(SimpleNamespace(rank=1, size=2), job, data, SimpleNamespace(path=folder), 0)
+        self.did = []
         self.trainer = SimpleNamespace(
-            run_step=lambda step, **more: outcomes[step], flush=lambda: None,
-            evaluate=lambda held_out, batches: self.said.append("evaluated") or 1.0,
+            run_step=lambda step, **more: StepOutcome(1.0, 1.0, 0, step == asked, False, ()), flush=lambda: None,
+            evaluate=lambda held_out, batches: self.did.append("evaluated") or 1.0, schedule=SimpleNamespace(notes=[]),
         )  # fmt: skip
 
-    def _say(self, text):
-        """To nobody."""
+    def _told(self):
+        return []
 
     def _save(self, step, *, ends):
-        self.said.append(f"saved {step}, {ends}")
+        self.did.append(f"saved {step}")
         return ""
 
 
-@pytest.mark.parametrize(
-    ("step", "said"),
-    [(2, ["evaluated", "saved 2, False"]), (4, ["saved 4, True"]), (8, ["evaluated", "saved 8, True"])],
-)
-def test_a_run_that_is_asked_to_stop_saves_and_does_not_evaluate_first(tmp_path, step, said):
-    """The launcher gives it a time, and an evaluation may take all of it. In the last step the wish changes nothing."""
-    path = write_job(tmp_path / "job")
-    evaluated = load_job(path, ["eval={every_steps: 2, batches: 1, data: {source: python-stdlib}}"])
-    loop = Stopping(evaluated, [])
-    assert loop._step(step, SimpleNamespace(requested=False)) == (step != 2)
-    assert loop.said == said
+EVERY_OTHER = ["evaluated", "saved 2", "evaluated", "saved 4", "evaluated", "saved 6", "evaluated", "saved 8"]
+
+
+@pytest.mark.parametrize(("asked", "did"), [(4, ["evaluated", "saved 2", "saved 4"]), (8, EVERY_OTHER)])
+def test_a_run_that_is_asked_to_stop_saves_before_all_else(tmp_path, monkeypatch, asked, did):
+    """The launcher gives it a time, and an evaluation or a trace may take all of it. In the last step the wish changes
+    nothing."""
+    changes = ["eval={every_steps: 2, batches: 1, data: {source: python-stdlib}}", "log={profile_steps: [2, 100]}"]
+    job = load_job(write_job(tmp_path / "job", train={"steps": 8}, checkpoint={"every_steps": 2}), changes)
+    loop = Stopping(job, tmp_path, asked)
+    traced = SimpleNamespace(
+        start=lambda: None, stop=lambda: None, export_chrome_trace=lambda path: loop.did.append(path)
+    )
+    monkeypatch.setattr(torch.profiler, "profile", lambda **more: traced)
+    assert loop._train([], []) == (asked, asked < 8)
+    assert loop.did == [*did, str(tmp_path / "profile" / "rank-1.json")]
