@@ -234,15 +234,15 @@ def device_parts(shard: Shard, state: Resident, fullest: Moment, around: Mapping
     widths alone are asked."""
     width, wide = shard.width, held_gradient_bytes(shard.width, shard.software)
     at_work = fullest.activations + width * fullest.weights + wide * fullest.gradients
+    updated = max(0.0, state.update_bytes - at_work)  # the update comes when what computing needed is gone again
     parts = {
         "weights": width * (state.weights + fullest.weights),
         "gradients": wide * (state.gradients + fullest.gradients),
-        # The update comes when what computing needed is gone again.
-        "optimizer": shard.software.optimizer_included * state.optimizer_bytes + max(0.0, state.update_bytes - at_work),
+        "optimizer": shard.software.optimizer_included * state.optimizer_bytes + updated,
         "activations": fullest.activations,
         **around,
-        # Joined gradients are all there when what layers kept is gone.
-        "temporaries": around["temporaries"] + max(0.0, state.joined_bytes - fullest.activations),
+        # Joined gradients are all there when what layers kept is gone, and let go before the update.
+        "temporaries": around["temporaries"] + max(0.0, state.joined_bytes - fullest.activations - updated),
         "communicator": around["communicator"] + state.block_bytes,
     }
     return {part: int(size) for part, size in parts.items()}
