@@ -103,9 +103,9 @@ def shortage(layout: Layout, used: Sequence[RankMemory], reserve: float) -> str 
     for node, held in overfull_hosts(layout.cluster, used):
         has = "has" if node.host_memory_gb is not None else "is assumed to have, as its accelerators do,"
         return (
-            f"node '{node.name}': its ranks would hold {show_gib(held)} GiB in host memory (what is offloaded, the copy that "
-            f"a checkpoint is written from, and on CPUs all else), of which it {has} {node.host_memory_bytes / 2**30:g} GiB; offload less on its "
-            "stages, or give host_memory_gb as it is."
+            f"node '{node.name}': its ranks would hold {show_gib(held)} GiB in host memory (what is offloaded, the copy that a "
+            f"checkpoint is written from, and on CPUs all else), of which it {has} {node.host_memory_bytes / 2**30:g} GiB; offload "
+            "less on its stages, or give host_memory_gb as it is."
         )
     over = [entry for entry in used if not entry.fits(reserve)]
     if not over:
