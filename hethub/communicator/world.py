@@ -237,7 +237,7 @@ class World:
             self.barrier()
         self._closed = True
         self._messages.close()
-        for group in self._groups.values():
+        for group in reversed(self._groups.values()):  # the default group last: it closes the relays of all
             if isinstance(group, HethubGroup):
                 group.shutdown()
         self._groups.clear()
