@@ -284,6 +284,8 @@ class Context:
             if self._closed:
                 return
             self._closed = True
+        for name in list(self.spanning):  # before the relays that they use: they end what is under way
+            self.spanning.pop(name).shutdown()
         for relay in self._distinct_relays():
             relay.close()
         if self.rendezvous.finalize is not None and self.watch.liveness.failure is None:
