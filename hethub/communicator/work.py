@@ -50,6 +50,16 @@ class Operation:
         with_peer = f" with rank {peer}" if peer is not None else ""
         return RunFailed(f"{where}{with_peer}: {cause or reason}")
 
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        """What goes wrong in the block is this operation's failure; what has been told as one stays as it is."""
+        try:
+            yield
+        except RunFailed:
+            raise
+        except (RuntimeError, PeerError) as error:
+            raise self.failed(error) from error
+
     def failed_for_good(self, error: BaseException) -> Exception:
         """As `failed`, and this rank's part is missing now: a peer would take what comes next for it, and add it up.
 
