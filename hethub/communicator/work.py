@@ -57,7 +57,7 @@ class Operation:
             yield
         except RunFailed:
             raise
-        except (RuntimeError, PeerError) as error:
+        except RuntimeError as error:
             raise self.failed(error) from error
 
     def failed_for_good(self, error: BaseException) -> Exception:
