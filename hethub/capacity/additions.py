@@ -1,6 +1,7 @@
 """Which nodes to add next to those owned."""
 
 from dataclasses import dataclass
+from math import inf
 
 from hethub.capacity.catalogue import CatalogueSpec, cluster_of
 from hethub.capacity.options import LeftOut
@@ -23,9 +24,9 @@ class Addition:
 def rank_additions(
     catalogue: CatalogueSpec, evaluate: Evaluator, have: ClusterSpec, count: int = 1, progress: Progress | None = None
 ) -> tuple[list[Addition], list[LeftOut]]:
-    """`count` nodes of every type added to what is owned, best tokens/s per price first (per node where there is no
-    price), and those that cannot be added. Raises BadInput where nothing fits the owned nodes themselves, and where no type
-    can be added."""
+    """`count` nodes of every type added to what is owned, best tokens/s per price first (what costs nothing before all
+    others, per node where there is no price), and those that cannot be added. Raises BadInput where nothing fits the owned
+    nodes themselves, and where no type can be added."""
     try:
         now = evaluate(have)
     except BadInput as error:
@@ -59,5 +60,9 @@ def rank_additions(
             f"none of the catalogue's {len(left_out)} node types can be added to cluster '{have.name}'; "
             f"{next(iter(first.nodes))}: {first.why}"
         )
-    ranked = sorted(found, key=lambda a: (-(a.gained_per_price or 0.0), -a.gained_tokens_per_second))
-    return ranked, left_out
+    free = {node.name for node in catalogue.nodes if node.price_per_hour == 0}
+
+    def worth(addition: Addition) -> float:
+        return inf if addition.node in free and addition.gained_tokens_per_second else addition.gained_per_price or 0.0
+
+    return sorted(found, key=lambda a: (-worth(a), -a.gained_tokens_per_second)), left_out

@@ -85,7 +85,7 @@ def spread_of(prediction: Prediction) -> tuple[float, float]:
 def option_of(question: Question, counts: dict[str, int], prediction: Prediction) -> Option:
     """What the counts take. Raises BadInput where failures leave no time to train."""
     assumptions, cluster = question.catalogue.assumptions, cluster_of(question.catalogue, counts, question.have)
-    num_nodes = sum(node.count for node in cluster.nodes)
+    num_nodes = len(cluster.machines)
     goodput = prediction.tokens_per_second * assumptions.efficiency(num_nodes)
     if goodput <= 0:
         raise BadInput(

@@ -235,7 +235,7 @@ class _Search:
 
     def _goodput(self, counts: dict[str, int], of_node: dict[str, float], of_owned: float) -> float:
         """Where each node has its own tokens/s."""
-        num_owned = sum(node.count for node in self.question.have.nodes) if self.question.have else 0
+        num_owned = len(self.question.have.machines) if self.question.have else 0
         efficiency = self.question.catalogue.assumptions.efficiency(num_owned + sum(counts.values()))
         speed = of_owned + sum(count * of_node[name] for name, count in counts.items())
         return max(speed * efficiency, LEAST)

@@ -125,7 +125,7 @@ def _add_validate(commands: Any) -> None:
         "Predicts measured steps and says how far the predictions are off.",
         "hethub validate measured_steps.csv --by accelerator",
     )
-    text = "a table of measured steps or layers, or a folder of cases (docs/plans.md)"
+    text = "a table of measured steps or layers, a JSON list of plans on mixed clusters, or a folder of cases (docs/plans.md)"
     parser.add_argument("what", type=path, metavar="TABLE.csv|CASES_DIR", help=text)
     parser.add_argument("--by", default="source", metavar="COLUMN", help="the column to group by (default source)")
     add_calibrate(parser)

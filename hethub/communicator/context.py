@@ -71,7 +71,8 @@ class Context:
     _releases: dict[str, "weakref.finalize[[str], dist.ProcessGroup]"] = field(default_factory=dict)
     _gloo_groups: list[tuple[torch_private.GlooGroup, int, int, str]] = field(default_factory=list)
     _nccl_groups: list[tuple[Any, str]] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: Any = field(default_factory=threading.RLock)
+    """A garbage collection in the thread that holds it may call `release`."""
     _closed: bool = False
     aborted: bool = False
     """Whether everything under way was given up; the world cannot be used any more."""
@@ -283,6 +284,8 @@ class Context:
             if self._closed:
                 return
             self._closed = True
+        for name in list(self.spanning):  # before the relays that they use: they end what is under way
+            self.spanning.pop(name).shutdown()
         for relay in self._distinct_relays():
             relay.close()
         if self.rendezvous.finalize is not None and self.watch.liveness.failure is None:

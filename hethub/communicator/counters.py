@@ -84,7 +84,8 @@ class Counters:
 
     _operations: dict[tuple[str, str], OperationCount] = field(default_factory=lambda: defaultdict(OperationCount))
     _links: dict[tuple[str, int, str, str], LinkCount] = field(default_factory=lambda: defaultdict(LinkCount))
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: Any = field(default_factory=threading.RLock)
+    """A garbage collection in the thread that holds it may call `fold`."""
 
     def count_operation(
         self, group: str, operation: str, num_bytes: int, seconds: float, legs: dict[str, float] | None = None

@@ -50,6 +50,16 @@ class Operation:
         with_peer = f" with rank {peer}" if peer is not None else ""
         return RunFailed(f"{where}{with_peer}: {cause or reason}")
 
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        """What goes wrong in the block is this operation's failure; what has been told as one stays as it is."""
+        try:
+            yield
+        except RunFailed:
+            raise
+        except RuntimeError as error:
+            raise self.failed(error) from error
+
     def failed_for_good(self, error: BaseException) -> Exception:
         """As `failed`, and this rank's part is missing now: a peer would take what comes next for it, and add it up.
 
@@ -366,8 +376,9 @@ class Worker:
                 self._running.release()
         return job.work
 
-    def stop(self) -> None:
-        """Ends the thread after the jobs already submitted, and waits a moment for it.
+    def stop(self, goes_on: Callable[[], bool] = lambda: False) -> None:
+        """Ends the thread after the jobs already submitted, and waits for it while all `goes_on`, as torch's Gloo does for
+        what is under way, and then a moment.
 
         A thread that comes back from a native call while the interpreter is torn down aborts the process. One that a
         failure has left stuck is not waited for longer.
@@ -376,6 +387,8 @@ class Worker:
             self._stopped = True
             self._jobs.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
+            while self._thread.is_alive() and goes_on():
+                self._thread.join(_STOP_SECONDS)
             self._thread.join(_STOP_SECONDS)
 
     def _serve(self) -> None:

@@ -1,8 +1,8 @@
 """One world over all ranks of a job: groups, messages, barriers, and the certainty that every process ends."""
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,6 @@ from hethub.communicator.relays.choice import RelayChoice
 from hethub.communicator.setup import connecting, make_context
 from hethub.communicator.work import Operation
 from hethub.kernels.device import Device, choose_device
-from hethub.spec.errors import RunFailed
 
 _OBJECTS_TAG = 2**30  # beyond those of all messages
 
@@ -189,15 +188,9 @@ class World:
         with self.guard("barrier"):
             self._context.gloo.barrier().wait()
 
-    @contextlib.contextmanager
-    def guard(self, what: str) -> Iterator[None]:
+    def guard(self, what: str) -> AbstractContextManager[None]:
         """Native errors of the block (a closed connection, a timeout) become RunFailed naming the rank behind them."""
-        try:
-            yield
-        except RunFailed:
-            raise
-        except (dist.DistError, RuntimeError) as error:
-            raise self._operation(what).failed(error) from error
+        return self._operation(what).beginning()
 
     def counters(self) -> dict[str, Any]:
         """What has been communicated since `connect`, as JSON-able data: operations per group, and links."""
@@ -237,7 +230,7 @@ class World:
             self.barrier()
         self._closed = True
         self._messages.close()
-        for group in self._groups.values():
+        for group in reversed(self._groups.values()):  # the default group last: it closes the relays of all
             if isinstance(group, HethubGroup):
                 group.shutdown()
         self._groups.clear()

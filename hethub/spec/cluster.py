@@ -259,7 +259,7 @@ class ClusterSpec(Spec):
     """Nodes in order; ranks are numbered through them, so node order is rank order."""
 
     name: str  # what plans call it
-    emulated: bool = False  # rehearse it on CPUs
+    emulated: bool = False  # CPU ranks stand in for its accelerators, at their pace
     network: Network | None = None  # a CIDR, in which each rank finds its interface
     nodes: tuple[NodeSpec, ...] = Field(min_length=1)  # in the order in which the launcher numbers the ranks
     links: LinksSpec = Field(default_factory=LinksSpec)

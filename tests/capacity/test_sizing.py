@@ -180,6 +180,31 @@ def test_additions_are_ranked_by_throughput_per_price() -> None:
     assert [addition.node for addition in rank_additions(unpriced, evaluate, have)[0]] == ["fast", "slow"]
 
 
+def test_what_brings_something_for_nothing_is_added_first() -> None:
+    """A spare node at a price of 0 came last: what it brings for its price was taken for none."""
+    have = cluster(("A100-SXM4-80GB", 4, 8), name="ours")
+    slow, fast = (CATALOGUE.nodes[1].replace(price_per_hour=0.0), CATALOGUE.nodes[0])
+    free = CATALOGUE.replace(nodes=(fast, slow))
+    assert [addition.node for addition in rank_additions(free, evaluate, have)[0]] == ["slow", "fast"]
+    assert [addition.gained_per_price for addition in rank_additions(free, evaluate, have)[0]] == [None, 60.0]
+
+    def only_fast(on: ClusterSpec) -> SimpleNamespace:
+        return SimpleNamespace(tokens_per_second=float(sum(node.name == "fast" for node in on.nodes)))
+
+    assert [addition.node for addition in rank_additions(free, only_fast, have)[0]] == ["fast", "slow"]
+
+
+def test_a_machine_in_parts_fails_as_one_machine() -> None:
+    """A machine told as two parts counted as two nodes, each with a time to failure of its own."""
+    node = {"name": "n", "accelerator": "H100-SXM5-80GB", "accelerators": 8}
+    parts = [{**node, "name": name, "accelerators": 4, "part_of": "n"} for name in ("a", "b")]
+    whole, parted = (ClusterSpec.model_validate({"name": "ours", "nodes": nodes}) for nodes in ([node], parts))
+    often = CATALOGUE.replace(assumptions={"node_mtbf_hours": 100.0})
+    found = [size(Question(catalogue=often, tokens=1e12, have=have), evaluate) for have in (whole, parted)]
+    goodputs = [{str(option.nodes): option.goodput_tokens_per_second for option in each.options} for each in found]
+    assert goodputs[1] == pytest.approx(goodputs[0])
+
+
 def test_one_node_more_is_never_slower_since_it_can_stay_unused(capsys: pytest.CaptureFixture[str]) -> None:
     have = cluster(("A100-SXM4-80GB", 4, 8), name="ours")
     additions, left_out = rank_additions(CATALOGUE, lambda on: SimpleNamespace(tokens_per_second=9e6 / on.size), have)

@@ -152,6 +152,25 @@ def test_what_was_made_for_a_native_group_goes_with_it_or_with_the_next_of_its_n
     assert not context._releases
 
 
+def test_a_native_group_may_be_collected_in_a_thread_that_holds_a_lock(notes):
+    """Of its context or of the counters, under which tuples and lists are made: any of these may begin a collection."""
+    context, group = context_of(notes), Group()
+    context.release_with(group, "name")
+    context.spanning[spanning_name("name")] = SimpleNamespace(shutdown=lambda: context.counters.fold("name"))
+    group.itself = group
+    del group
+
+    def collect():
+        with context._lock, context.counters._lock:
+            gc.collect()
+
+    collecting = threading.Thread(target=collect, daemon=True)
+    collecting.start()
+    collecting.join(20)
+    assert not collecting.is_alive()
+    assert not context.spanning
+
+
 @pytest.mark.parametrize("failure", [None, GONE])
 def test_a_world_is_left_once_and_with_its_launcher_only_when_all_is_well(notes, failure):
     context = context_of(notes, failure)

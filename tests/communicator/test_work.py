@@ -283,12 +283,16 @@ def test_a_message_that_cannot_begin_names_its_peer():
         raise RuntimeError("Connection closed by peer")
 
     process = SimpleNamespace(
-        rank=4, islands=[[4], [7]], counters=Counters(), stager=lambda: SimpleNamespace(on_device=lambda tensor: False)
+        rank=4,
+        islands=[[4], [7]],
+        counters=Counters(),
+        stager=lambda: SimpleNamespace(on_device=lambda tensor: False),
+        device_ranks=frozenset(),
     )
-    messages = PointToPoint(None, process, [4, 7], "a group")
+    messages = PointToPoint(SimpleNamespace(recv=closed), process, [4, 7], "a group")
     operation = Operation(name="recv", group="a group", rank=4, explainer=Nobody(), peer=7)
     with pytest.raises(RunFailed, match="recv in a group failed on rank 4 with rank 7: "):
-        messages._start(closed, torch.ones(1), torch.ones(1), 1, 0, operation)
+        messages.receive(torch.ones(1), 1, 0, operation)
 
 
 def test_a_message_given_up_at_a_timeout_of_its_own_names_its_peer():

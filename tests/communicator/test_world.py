@@ -193,3 +193,18 @@ def late_with_a_value(world):
 def test_values_that_take_unlike_times_are_waited_for_beyond_the_timeout():
     outcomes = start_ranks(2, late_with_a_value, connect={"islands": [[0], [1]], "timeout_seconds": 5})
     assert values(outcomes) == [[0, 1], [0, 1]]
+
+
+def close_before_sums_are_there(world):
+    """The sums of a group that is not the default one, begun when the world is closed."""
+    group, tensors = world.group([0, 1]), [torch.ones(4_000_000) for _ in range(30)]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors] if world.rank < 2 else []
+    world.close()
+    for work in works:
+        work.wait()
+    return {tensor[0].item() for tensor in tensors}
+
+
+def test_what_is_under_way_in_any_group_is_ended_before_a_world_is_closed():
+    sums = run_ranks(3, close_before_sums_are_there, islands=[[0], [1], [2]], timeout_seconds=60)
+    assert sums == [{2.0}, {2.0}, {1.0}]

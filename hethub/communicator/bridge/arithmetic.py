@@ -132,7 +132,10 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @functools.cache
 def _has_meaning(kind: Any, dtype: torch.dtype) -> bool:
-    """Whether torch computes it, seen on one element: it does not order complex numbers, say, or add uint16."""
+    """Whether torch computes it, seen on one element: it does not order complex numbers, say, or add uint16. A factor is for
+    floats that torch multiplies, as NCCL has it: integers would pass through fp32, and lose what is above 2^24 or cut off."""
+    if kind == _KIND.PREMUL_SUM and not (dtype.is_floating_point and dtype.itemsize > 1):
+        return False
     one = torch.ones(1, dtype=accumulate_dtype(dtype), device="cpu")
     try:
         combined = _COMBINE[kind](one, one)

@@ -64,10 +64,12 @@ class Dispatcher:
                 if not isinstance(first, Launched) or first.begun:
                     return
                 first.begun = True
-            first.run()
-            with self._changed:
-                self._waiting.popleft()
-                self._changed.notify_all()
+            try:
+                first.run()
+            finally:
+                with self._changed:
+                    self._waiting.popleft()
+                    self._changed.notify_all()
 
 
 class Turn:
@@ -81,7 +83,11 @@ class Turn:
         self._dispatcher._run_first()
 
     def __enter__(self) -> Self:
-        self._dispatcher._wait_for(self)
+        try:
+            self._dispatcher._wait_for(self)
+        except BaseException:  # Ctrl-C: `__exit__` is not called then
+            self.leave()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -112,7 +118,11 @@ class Launched(Turn, Generic[_Result]):
                 del result
         except Exception as error:  # noqa: BLE001  raised to who asks for the results
             self._results.put(error)
-        self._results.put(None)
+        except BaseException as error:  # Ctrl-C in the caller's thread, which is another than theirs
+            self._results.put(RuntimeError(f"{type(error).__name__} while it was launched"))
+            raise
+        finally:
+            self._results.put(None)
 
     def results(self) -> Iterator[_Result]:
         """What is launched, each as soon as it is and once, so that the tensors in it can go."""

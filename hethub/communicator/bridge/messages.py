@@ -121,30 +121,34 @@ class PointToPoint:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> torch_private.WorkBase:
         """A Work that is done when `tensor` may be changed: the receiver has asked for it and it is on its way."""
-        if self._takes_links(peer):
-            return self._send_bridged(tensor, peer, message_stage(tag), operation)
-        if self._is_native(tensor):
-            return self._move_natively(torch_private.native_send, flat_of(tensor), tensor, peer, operation)
-        if self._stager.on_device(tensor):
-            return self._send_staged(tensor, peer, tag, operation)
-        host = tensor.resolve_conj().resolve_neg().contiguous()
-        return self._start(torch_private.gloo_send, host, tensor, peer, tag, operation)
+        with operation.beginning():
+            if self._takes_links(peer):
+                return self._send_bridged(tensor, peer, message_stage(tag), operation)
+            if self._is_native(tensor):
+                return self._move_natively(torch_private.native_send, flat_of(tensor), tensor, peer, operation)
+            if self._stager.on_device(tensor):
+                return self._send_staged(tensor, peer, tag, operation)
+            host = tensor.resolve_conj().resolve_neg().contiguous()
+            return self._start(torch_private.gloo_send, host, tensor, peer, tag, operation)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> torch_private.WorkBase:
         """A Work that is done when `tensor` holds the message of `peer` with `tag`."""
-        if self._takes_links(peer):
-            return self._receive_bridged(tensor, peer, message_stage(tag), operation)
-        if self._is_native(tensor):
-            place = place_for(tensor)
-            inner = self._move_natively(torch_private.native_receive, place, tensor, peer, operation)
-            return (
-                inner if place.data_ptr() == tensor.data_ptr() else Landed(inner, place, tensor, self._process.device)
-            )
-        if not self._stager.on_device(tensor) and is_plain(tensor):
-            return self._start(torch_private.gloo_receive, tensor, tensor, peer, tag, operation)
-        staged = self._stager.stage(tensor)
-        inner = self._start(torch_private.gloo_receive, staged.empty_whole(), tensor, peer, tag, operation)
-        return StagedReceive(inner, staged)
+        with operation.beginning():
+            if self._takes_links(peer):
+                return self._receive_bridged(tensor, peer, message_stage(tag), operation)
+            if self._is_native(tensor):
+                place = place_for(tensor)
+                inner = self._move_natively(torch_private.native_receive, place, tensor, peer, operation)
+                return (
+                    inner
+                    if place.data_ptr() == tensor.data_ptr()
+                    else Landed(inner, place, tensor, self._process.device)
+                )
+            if not self._stager.on_device(tensor) and is_plain(tensor):
+                return self._start(torch_private.gloo_receive, tensor, tensor, peer, tag, operation)
+            staged = self._stager.stage(tensor)
+            inner = self._start(torch_private.gloo_receive, staged.empty_whole(), tensor, peer, tag, operation)
+            return StagedReceive(inner, staged)
 
     def receive_any(self, tensor: torch.Tensor, tag: int, operation: Operation) -> torch_private.WorkBase:
         """As `receive`, from whoever sends first; host tensors only.
@@ -156,10 +160,11 @@ class PointToPoint:
             raise BadInput(
                 "a receive from any rank needs a host tensor, as with NCCL; receive on the CPU, or name a rank."
             )
-        if is_plain(tensor):
-            return self._start_any(tensor, tensor, tag, operation)
-        staged = self._stager.stage(tensor)
-        return StagedReceive(self._start_any(staged.empty_whole(), tensor, tag, operation), staged)
+        with operation.beginning():
+            if is_plain(tensor):
+                return self._start_any(tensor, tensor, tag, operation)
+            staged = self._stager.stage(tensor)
+            return StagedReceive(self._start_any(staged.empty_whole(), tensor, tag, operation), staged)
 
     def close(self) -> None:
         for worker, _ in self._senders.values():
@@ -185,10 +190,7 @@ class PointToPoint:
     ) -> NativeWork:
         own, sends = self._process.rank, move is torch_private.native_send
         pair = self._pair(own, peer) if sends else self._pair(peer, own)
-        try:
-            inner = move(pair, flat.view(torch.uint8), int(sends))
-        except RuntimeError as error:
-            raise operation.failed(error) from error
+        inner = move(pair, flat.view(torch.uint8), int(sends))
         return NativeWork(operation, inner, [tensor], self._counted(tensor, "send" if sends else "receive"))
 
     # ---- over the bridge
@@ -268,10 +270,7 @@ class PointToPoint:
         count = self._counted(tensor, "send" if sends else "receive")
         if sends:
             self._count_sent(tensor, peer)
-        try:
-            inner = start(gloo, host, peer, sized(tag, host))
-        except RuntimeError as error:
-            raise operation.failed(error) from error
+        inner = start(gloo, host, peer, sized(tag, host))
         if not sends or self._links is None:
             return NativeWork(operation, inner, [tensor], count)
         # Gloo says that a message has left to who waits for it alone: a thread does, so that its tensor can be let go.
@@ -281,11 +280,8 @@ class PointToPoint:
 
     def _start_any(self, host: torch.Tensor, tensor: torch.Tensor, tag: int, operation: Operation) -> NativeWork:
         if self._aborted or self._process.given_up:
-            raise operation.failed(RuntimeError("the group was given up; build it anew"))
-        try:
-            inner = self._gloo.recv_anysource([host], sized(tag, host))
-        except RuntimeError as error:
-            raise operation.failed(error) from error
+            raise RuntimeError("the group was given up; build it anew")
+        inner = self._gloo.recv_anysource([host], sized(tag, host))
         return NativeWork(operation, inner, [tensor], self._counted(tensor, "receive"))
 
     def _send_staged(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> HethubWork:

@@ -100,9 +100,9 @@ class GroupCore(torch_private.GroupBase):
         torch_private.break_gloo_group(self._gloo, self._rank, self._size)
 
     def shutdown(self) -> None:
-        """Frees this group's threads and connections; with the default group, the world is left, as
+        """Frees this group's threads and connections, behind what is under way; with the default group, the world is left, as
         `destroy_process_group` asks."""
-        self._worker.stop()
+        self._worker.stop(lambda: not self.context.given_up)
         self.point_to_point.close()
         legs, self._legs = self._legs, None
         if legs is not None and self.context.device.is_gpu and not self.context.given_up:

@@ -25,7 +25,7 @@ def misfit(num_bytes: int, num_expected: int) -> str:
     return f"has sent {num_bytes} bytes, and {num_expected} were expected: the two ranks' tensors do not fit each other"
 
 
-class PeerError(Exception):
+class PeerError(RuntimeError):
     """A transfer with `peer` failed; becomes RunFailed where operation and group are known."""
 
     def __init__(self, peer: int, reason: str) -> None:

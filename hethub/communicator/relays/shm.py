@@ -80,10 +80,11 @@ class Sent(Transfer):
 class ShmLink:
     """The connection to one peer: its blocks for our messages, our blocks for its."""
 
-    def __init__(self, sock: socket.socket, peer: int, device: Device) -> None:
+    def __init__(self, sock: socket.socket, peer: int, device: Device, leaving_seconds: float = 0.0) -> None:
         self._socket = sock
         self.peer = peer
         self._device = device
+        self._leaving_seconds = leaving_seconds
         self._own_blocks: dict[int, Block] = {}
         self._free: dict[int, list[Block]] = defaultdict(list)
         self._peer_blocks: dict[int, Block] = {}
@@ -175,7 +176,11 @@ class ShmLink:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Frees the socket and this side of the memory, when nobody waits any more."""
+        """Frees the socket and this side of the memory, when nobody waits any more. Its sender takes a message that is queued
+        for one that has left: the peer is waited for, `leaving_seconds` at most, until it has made room on the socket."""
+        deadline = time.monotonic() + self._leaving_seconds
+        while self._has_messages_queued() and time.monotonic() < deadline:
+            time.sleep(_RETRY_SECONDS)
         self.abort()
         self._socket.close()
         for block in [*self._own_blocks.values(), *self._peer_blocks.values()]:
@@ -230,6 +235,10 @@ class ShmLink:
             for _, each in done:
                 if each is not None:
                     os.close(each)
+
+    def _has_messages_queued(self) -> bool:
+        with self._sending:  # a block given back is no message: a peer that has what it wants need not read that
+            return any(bell[0] != _FREE for bell, _ in self._outbox)
 
     def _send_waiting(self, bell: bytes, descriptor: int | None) -> bool:
         """Sends as soon as the socket takes it; False when the connection has ended."""

@@ -46,12 +46,12 @@ def connect_same_host(rendezvous: Rendezvous, hosts: Sequence[str], timeout_seco
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             sock.connect(store.get(str(peer)))
             sock.send(_HELLO.pack(rank, proof(rendezvous.token, "shm", rank).encode()))
-            links[peer] = ShmLink(_with_timeout(sock, timeout_seconds), peer, device)
+            links[peer] = ShmLink(_with_timeout(sock, timeout_seconds), peer, device, timeout_seconds)
         while len(links) < len(peers):
             sock = _accepted(listener, rendezvous, deadline)
             admitted = _admitted(sock, rendezvous.token, timeout_seconds)
             if admitted is not None:
-                links[admitted] = ShmLink(_with_timeout(sock, timeout_seconds), admitted, device)
+                links[admitted] = ShmLink(_with_timeout(sock, timeout_seconds), admitted, device, timeout_seconds)
     store.delete_key(str(rank))  # whoever asks for it has
     return ShmRelay(links)
 

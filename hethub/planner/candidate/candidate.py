@@ -3,7 +3,7 @@ them."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -31,26 +31,19 @@ class CandidateStage:
     zero: int = 1
     nudges: tuple[int, ...] = ()  # samples more or fewer than by speed, per replica; empty: none
     offload: tuple[Offload, ...] = ()
+    core: tuple[object, ...] = field(init=False, repr=False, compare=False)  # what its times and memory depend on
+    replicas: int = field(init=False, repr=False, compare=False)
+    ranks: int = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        core = (self.layers, self.groups, self.recompute, self.zero, self.offload)
+        numbers, ranks = [own.number for own in self.groups], [own.tp * own.number for own in self.groups]
+        own = {"core": core, "replicas": sum(numbers), "ranks": sum(ranks), "_hash": hash((core, self.nudges))}
+        self.__dict__.update(own)  # frozen, and all of a search's many stages are asked for all of it
 
     def __hash__(self) -> int:  # asked more often than anything else
         return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.core, self.nudges))
-
-    @cached_property
-    def core(self) -> tuple[object, ...]:
-        """What its times and memory depend on."""
-        return (self.layers, self.groups, self.recompute, self.zero, self.offload)
-
-    @cached_property
-    def replicas(self) -> int:
-        return sum([own.number for own in self.groups])
-
-    @cached_property
-    def ranks(self) -> int:
-        return sum([own.tp * own.number for own in self.groups])
 
     def with_groups(self, groups: Sequence[ReplicaGroup]) -> "CandidateStage":
         """The stage with other replicas, and so without nudges."""
@@ -148,7 +141,7 @@ class Candidate:
     def is_executable(self) -> bool:
         """Whether the stages can do what the schedule asks of them: layers for all chunks, and something to put off."""
         schedule, chunks = self.pattern
-        if not all(SCHEDULES[schedule].allows(stage.recompute) for stage in self.stages):
+        if not all(map(SCHEDULES[schedule].allows, {stage.recompute for stage in self.stages})):
             return False
         return chunks == 1 or all(stage.layers >= chunks for stage in self.stages)
 

@@ -68,7 +68,8 @@ class Estimator:
 
     def is_faster(self, candidate: Candidate, seconds: float) -> bool:
         """Whether the estimate is below `seconds` and the candidate likely fits."""
-        return self.seconds(candidate) < seconds and self.likely_fits(candidate)
+        own = self.of(candidate)
+        return own.seconds < seconds and own.fits
 
     def below(self, candidates: Iterable[Candidate], seconds: float) -> list[Candidate]:
         """The unlike ones of the candidates whose estimate is below `seconds` and that likely fit."""
@@ -91,9 +92,11 @@ class Estimator:
 
     def of(self, candidate: Candidate) -> Estimate:
         """All that is estimated of a candidate."""
-        if candidate not in self._estimated:
+        found = self._estimated.get(candidate)
+        if found is None:
             self.estimate([candidate])
-        return self._estimated[candidate]
+            found = self._estimated[candidate]
+        return found
 
     def is_possible(self, candidate: Candidate) -> bool:
         """Whether every replica can have a sample and no stage mixes what it must not."""

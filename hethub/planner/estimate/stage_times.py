@@ -306,7 +306,7 @@ class StageTimes:
     @memoized
     def _coefficients(self, device_type: int, tp: int, micro_batch: int, mode: Mode, place: int) -> Coefficients:
         at = self.costs.coefficients(device_type, tp, micro_batch, mode)
-        return Coefficients(*(float(part[place]) for part in at))  # type: ignore[arg-type]
+        return Coefficients(*[float(part[place]) for part in at])  # type: ignore[arg-type]
 
     def _sums(self, own: Side) -> Sums:
         met = [self.collective(p.stage.groups, p.stage.zero) if p.stage.replicas > 1 else _ALONE for p in own.stages]

@@ -18,6 +18,7 @@ class Incumbent:
         self.evaluator = Evaluator(problem, self.costs)
         self.tried: dict[Candidate, Evaluation | None] = {}
         self.fitting: dict[Candidate, Evaluation] = {}
+        self.best: Evaluation | None = None  # the fastest plan that fits
         self.start: Evaluation | None = None  # the best before the search
         self.closest: Evaluation | None = None  # the least over memory, where none fits
         self.space_bound_seconds: float | None = None  # no plan of a space that was searched to its end is faster
@@ -49,17 +50,18 @@ class Incumbent:
         if found is None:
             return None
         if found.fits:
-            self.fitting[found.candidate] = found
+            self._take(found)
         elif self.closest is None or found.fullness < self.closest.fullness:
             if not found.is_predictable:
                 return None
             self.closest = found
         return found
 
-    @property
-    def best(self) -> Evaluation | None:
-        """The fastest plan that fits."""
-        return min(self.fitting.values(), key=lambda evaluation: evaluation.seconds, default=None)
+    def _take(self, found: Evaluation) -> None:
+        """Keeps a plan that fits."""
+        self.fitting[found.candidate] = found
+        if self.best is None or found.seconds < self.best.seconds:
+            self.best = found
 
     @property
     def best_seconds(self) -> float:
@@ -86,7 +88,8 @@ class Incumbent:
             return own is None or self.evaluator.is_allowed(own.candidate, own.plan)
 
         self.tried.update({candidate: own for candidate, own in other.tried.items() if is_allowed(own)})
-        self.fitting.update({candidate: own for candidate, own in other.fitting.items() if is_allowed(own)})
+        for own in filter(is_allowed, other.fitting.values()):
+            self._take(own)
         closest = other.closest if is_allowed(other.closest) else None
         if closest is not None and (self.closest is None or closest.fullness < self.closest.fullness):
             self.closest = closest

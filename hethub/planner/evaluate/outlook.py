@@ -18,6 +18,7 @@ from hethub.planner.evaluate.processes import at_once
 from hethub.planner.problem.problem import Problem
 from hethub.planner.problem.scaled import Scale, scaled, scaled_profile
 from hethub.predictor.cost.constants import Constants, packaged
+from hethub.predictor.cost.intervals import width_of
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
@@ -41,12 +42,8 @@ def speed_errors(problem: Problem) -> dict[str, float]:
     compute = {}
     for device_type in problem.device_types:
         name = device_type.accelerator.name
-        half = table["known"]
         measured = problem.profile and problem.profile.device(name, problem.batch.precision)
-        if measured:
-            half = measured.width(table)
-        elif not known.knows(name, precision):
-            half = (half**2 + table["unseen accelerator"] ** 2) ** 0.5
+        half = measured.width(table) if measured else width_of(table, True, known.knows(name, precision))
         compute[name] = half / EIGHTY
     return compute
 

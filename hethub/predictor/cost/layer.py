@@ -191,7 +191,7 @@ class LayerCost:
         if part == "layer":
             shape = Shape(samples, seq_len, share)
             return self.device.both(layer_work(self.model, shape, self.precision, self.software))
-        tokens = samples * seq_len
+        tokens = samples * seq_len / self.software.context_parallel
         if part == "embedding":
             return self.device.both(embedding_work(self.model, tokens, self.precision))
         found = self.device.both(head_work(self.model, tokens, share, self.precision))

@@ -304,9 +304,9 @@ class Corrections:
         )
 
     @property
-    def most_samples(self) -> float:
-        """The largest micro-batch that was measured."""
-        return exp(self._axes[0][-1])
+    def most_samples(self) -> int:
+        """The largest micro-batch that was measured: a whole one, and exp(log(8)) is less than 8."""
+        return round(exp(self._axes[0][-1]))
 
     def extrapolates(self, samples: float, seq_len: int, tp: float) -> bool:
         """Whether the question lies outside the measured points."""

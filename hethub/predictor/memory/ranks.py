@@ -103,9 +103,9 @@ def shortage(layout: Layout, used: Sequence[RankMemory], reserve: float) -> str 
     for node, held in overfull_hosts(layout.cluster, used):
         has = "has" if node.host_memory_gb is not None else "is assumed to have, as its accelerators do,"
         return (
-            f"node '{node.name}': its ranks would hold {show_gib(held)} GiB in host memory (what is offloaded, and the copy "
-            f"that a checkpoint is written from), of which it {has} {node.host_memory_bytes / 2**30:g} GiB; offload less on its "
-            "stages, or give host_memory_gb as it is."
+            f"node '{node.name}': its ranks would hold {show_gib(held)} GiB in host memory (what is offloaded, the copy that a "
+            f"checkpoint is written from, and on CPUs all else), of which it {has} {node.host_memory_bytes / 2**30:g} GiB; offload "
+            "less on its stages, or give host_memory_gb as it is."
         )
     over = [entry for entry in used if not entry.fits(reserve)]
     if not over:
@@ -125,10 +125,11 @@ def overfull_hosts(cluster: ClusterSpec, used: Sequence[RankMemory]) -> list[tup
 
 
 def _held_by_hosts(cluster: ClusterSpec, used: Sequence[RankMemory]) -> list[tuple[NodeSpec, int]]:
-    """Of each machine its node, and the bytes that its ranks hold in host memory."""
+    """Of each machine its node, and the bytes that its ranks hold in host memory: CPU ranks all of theirs."""
     held: Counter[int] = Counter()
     for entry in used:
-        held[cluster.places[entry.rank].machine] += entry.host_bytes
+        place = cluster.places[entry.rank]
+        held[place.machine] += entry.host_bytes + is_cpu(place.accelerator) * entry.bytes
     return [(cluster.machines[machine], own) for machine, own in held.items()]
 
 
@@ -234,15 +235,15 @@ def device_parts(shard: Shard, state: Resident, fullest: Moment, around: Mapping
     widths alone are asked."""
     width, wide = shard.width, held_gradient_bytes(shard.width, shard.software)
     at_work = fullest.activations + width * fullest.weights + wide * fullest.gradients
+    updated = max(0.0, state.update_bytes - at_work)  # the update comes when what computing needed is gone again
     parts = {
         "weights": width * (state.weights + fullest.weights),
         "gradients": wide * (state.gradients + fullest.gradients),
-        # The update comes when what computing needed is gone again.
-        "optimizer": shard.software.optimizer_included * state.optimizer_bytes + max(0.0, state.update_bytes - at_work),
+        "optimizer": shard.software.optimizer_included * state.optimizer_bytes + updated,
         "activations": fullest.activations,
         **around,
-        # Joined gradients are all there when what layers kept is gone.
-        "temporaries": around["temporaries"] + max(0.0, state.joined_bytes - fullest.activations),
+        # Joined gradients are all there when what layers kept is gone, and let go before the update.
+        "temporaries": around["temporaries"] + max(0.0, state.joined_bytes - fullest.activations - updated),
         "communicator": around["communicator"] + state.block_bytes,
     }
     return {part: int(size) for part, size in parts.items()}

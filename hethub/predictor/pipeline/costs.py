@@ -75,7 +75,6 @@ class PlanCosts:
         self._optimizers: dict[tuple[object, ...], float] = {}
         self._beside_rings: dict[int, float] = {}  # seconds of a message's byte, by stage
         self._paces: dict[Pair, tuple[Paces, Paces]] = {}
-        self._sent: dict[tuple[int, int, int], tuple[int, float]] = {}  # by sender
 
     def with_figures(self, cluster: ClusterSpec, constants: Constants, profile: ProfileSpec | None) -> "PlanCosts":
         """The same where cluster, constants and profile have other figures (the planner asks seventeen times a plan)."""
@@ -299,6 +298,7 @@ class PlanCosts:
         seconds = self.layer_cost(rank).optimizer(own)
         return self.state.host_copies.beside(place, seconds, moved * own, moved * brought_elements())
 
+    @memoized
     def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
         """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next, or back."""
         return self.messages.seconds(stage, source, target, samples, below)
@@ -340,18 +340,16 @@ class PlanCosts:
         key = self.routes.alike[boundary, above, below]
         found = self._paces.get(key)
         if found is None:
-            down, up = self.routes.flows[key]
-            found = self._paces[key] = self._pace(down), self._pace(up)
+            (down, up), (boundary, above, below) = self.routes.flows[key], key
+            found = self._paces[key] = self._pace(down, boundary, 0, above), self._pace(up, boundary + 1, 1, below)
         return found
 
-    def _pace(self, flow: Flow) -> Paces:
-        """The same of one flow."""
-        sent = self._sent.get(flow.sender)
-        if sent is None:
-            sent = self._sent[flow.sender] = self._sent_apart(*flow.sender)
-        (samples, apart), (one_way, two_way) = sent, self.loads.paces(flow)
+    def _pace(self, flow: Flow, chunk: int, way: int, sender: int) -> Paces:
+        """The same of one flow from a replica with one of all model chunks."""
+        (samples, apart), (one_way, two_way) = self._sent_apart(chunk, way, sender), self.loads.paces(flow)
         return Paces(one_way if one_way * samples > apart else 0.0, two_way if two_way * samples > apart else 0.0)
 
+    @memoized
     def _sent_apart(self, chunk: int, way: int, replica: int) -> tuple[int, float]:
         """Samples of a message that a replica sends from one of all model chunks, and how far apart these come at least."""
         giving = self.layout.model_chunks[chunk]

@@ -14,7 +14,7 @@ from hethub.spec.schedule.actions import Kind
 from hethub.spec.schedule.in_flight import asked_in_flight
 from hethub.spec.schedule.list_schedule import ListSchedule, depth
 from hethub.spec.schedule.microbatches import Microbatching, deal, load_alone, sizes_of
-from hethub.spec.schedule.orders import ActorOrder, listed, updated_once
+from hethub.spec.schedule.orders import ActorOrder, updated_once
 
 
 def interleave(plan: PlanSpec, microbatchings: Sequence[Microbatching]) -> list[list[ActorOrder]]:
@@ -25,7 +25,7 @@ def interleave(plan: PlanSpec, microbatchings: Sequence[Microbatching]) -> list[
     actor's samples, and more where the microbatches would wait for each other otherwise. Raises BadInput where the
     plan gives less than that.
     """
-    found = [[listed(own) for own in actors] for actors in ListSchedule(plan, microbatchings).run()]
+    found = ListSchedule(plan, microbatchings).run()
     for stage, actors in enumerate(found):
         for actor, (asked, place) in enumerate(asked_in_flight(plan, stage)):
             if asked is not None and (held := most_held(actors[actor])) > asked:
@@ -55,13 +55,13 @@ def _alone(plan: PlanSpec) -> list[ActorOrder]:
     num_microbatches = load_alone(plan.stages[0].replicas[0]).num_microbatches
     if num_microbatches >= len(plan.stages):
         return [_megatron(plan, stage, num_microbatches) for stage in range(len(plan.stages))]
-    return [listed(own) for own, *_ in ListSchedule(plan, [deal(stage.replicas) for stage in plan.stages]).run()]
+    return [own for own, *_ in ListSchedule(plan, [deal(stage.replicas) for stage in plan.stages]).run()]
 
 
 def most_held(order: ActorOrder) -> int:
     """The most passes that have run forward and not yet backward."""
     gains = [{Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(kind, 0) for kind, _ in order.computing + order.updating]
-    return max(accumulate(gains[operation] for operation in order.operation_of))
+    return max(accumulate(map(gains.__getitem__, order.operation_of)))
 
 
 def _megatron(plan: PlanSpec, stage: int, num_microbatches: int) -> ActorOrder:

@@ -7,12 +7,13 @@ time there is in it, so the order is a function of the plan alone. Having run on
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from hethub.spec.plan import PlanSpec
-from hethub.spec.schedule.actions import Kind, Pass
+from hethub.spec.schedule.actions import Kind
 from hethub.spec.schedule.in_flight import asked_in_flight
 from hethub.spec.schedule.microbatches import Load, Microbatching, loads
+from hethub.spec.schedule.orders import ActorOrder, Operation, listed
 
 Step = tuple[Kind, int, int]  # what is done at which station to which of its stage's microbatches
 
@@ -34,7 +35,8 @@ class _Actor:
         self.gone: set[tuple[int, int, int]] = set()  # those of them that ran out of line
         self.ready: set[tuple[int, int, int]] = set()  # those of them that could run
         self.backwards: list[tuple[int, int, int]] = []  # (microstep, -station, microbatch) that could run, a heap
-        self.order: list[Pass] = []
+        self.operations: list[Operation] = []  # that it has begun, and of which microbatches
+        self.indices: list[int] = []
 
 
 class ListSchedule:
@@ -125,13 +127,13 @@ class ListSchedule:
         for actor in self.awake:
             heapq.heapify(actor.line)
 
-    def run(self) -> list[list[list[Pass]]]:
+    def run(self) -> list[list[ActorOrder]]:
         """Every actor's passes in the order in which they ran."""
         left = 2 * sum(map(len, self.turns))
         under_way: list[tuple[int, int, Step]] = []  # by when they end, then by when they started
         started, now = 0, 0
         while left:
-            begun = [step for actor in self.awake if not actor.busy for step in self._pick(actor)]
+            begun = [step for actor in self.awake if not actor.busy and (step := self._pick(actor))]
             self.awake.clear()
             if not begun and not under_way:
                 begun = [self._out_of_line()]
@@ -144,16 +146,18 @@ class ListSchedule:
             while under_way and under_way[0][0] == now:
                 self._done(*heapq.heappop(under_way)[2])
                 left -= 1
-        return [[actor.order for actor in actors] for actors in self.actors]
+        return [[listed(actor.operations, actor.indices) for actor in actors] for actors in self.actors]
 
-    def _pick(self, actor: _Actor) -> Iterator[Step]:
+    def _pick(self, actor: _Actor) -> Step | None:
+        """What an actor begins now; None where it must wait."""
         while actor.line and actor.line[0] in actor.gone:
             heapq.heappop(actor.line)
         if actor.held < actor.limit and actor.line and actor.line[0] in actor.ready:
-            yield self._forward(actor, heapq.heappop(actor.line))
-        elif actor.backwards:
-            _, station, n = heapq.heappop(actor.backwards)
-            yield self._start(actor, Kind.BACKWARD, -station, n)
+            return self._forward(actor, heapq.heappop(actor.line))
+        if not actor.backwards:
+            return None
+        _, station, n = heapq.heappop(actor.backwards)
+        return self._start(actor, Kind.BACKWARD, -station, n)
 
     def _forward(self, actor: _Actor, turn: tuple[int, int, int]) -> Step:
         actor.ready.remove(turn)
@@ -162,7 +166,9 @@ class ListSchedule:
     def _start(self, actor: _Actor, kind: Kind, station: int, n: int) -> Step:
         actor.busy = True
         actor.held += 1 if kind is Kind.FORWARD else -1
-        actor.order.append(Pass(kind, station // self.stages, self.microbatchings[station % self.stages].indices[n]))
+        chunk, stage = divmod(station, self.stages)
+        actor.operations.append((kind, chunk))
+        actor.indices.append(self.microbatchings[stage].indices[n])
         return kind, station, n
 
     def _out_of_line(self) -> Step:

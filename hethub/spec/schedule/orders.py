@@ -2,7 +2,7 @@
 rounds."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -122,10 +122,8 @@ def chunk_by_chunk(num_microbatches: int, num_chunks: int, steps_chunk_by_chunk:
     return ActorOrder(computing, updating, operation_of, index_of)
 
 
-def listed(passes: Iterable[Pass]) -> ActorOrder:
-    """The passes as they are given, with one update behind them all."""
-    passes = list(passes)
-    computing = tuple(dict.fromkeys((kind, chunk) for kind, chunk, _ in passes))
-    numbers = {operation: number for number, operation in enumerate(computing)}
-    operation_of = [numbers[kind, chunk] for kind, chunk, _ in passes]
-    return updated_once(computing, operation_of, [index for _, _, index in passes])
+def listed(operations: Sequence[Operation], indices: list[int]) -> ActorOrder:
+    """Passes as they are given, by what is done and to which of the actor's microbatches, with one update behind them all."""
+    numbers: dict[Operation, int] = {}
+    operation_of = [numbers.setdefault(operation, len(numbers)) for operation in operations]
+    return updated_once(tuple(numbers), operation_of, indices)

@@ -80,6 +80,46 @@ def test_a_turn_that_was_taken_in_vain_holds_nobody_up() -> None:
     assert launched == ["the next turn has come"]
 
 
+def cut_short() -> list[Any]:
+    raise KeyboardInterrupt
+
+
+def test_a_launch_that_ctrl_c_has_cut_short_is_an_error_of_its_operation_and_holds_nobody_up() -> None:
+    dispatcher = Dispatcher(choose_device(0, 1, kind="cpu"))
+    launched, after = dispatcher.take_turn_of(cut_short), dispatcher.take_turn()
+    with pytest.raises(KeyboardInterrupt):
+        launched.begin()
+    said: list[str] = []
+
+    def ask() -> None:
+        try:
+            list(launched.results())
+        except RuntimeError as error:  # no KeyboardInterrupt, which would end the group's thread
+            said.append(str(error))
+
+    for run in (ask, after.__enter__):
+        waiting = threading.Thread(target=run, daemon=True)
+        waiting.start()
+        waiting.join(20)
+        assert not waiting.is_alive()
+    assert said == ["KeyboardInterrupt while it was launched"]
+
+
+def test_who_is_cut_short_by_ctrl_c_while_it_waits_for_its_turn_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dispatcher = Dispatcher(choose_device(0, 1, kind="cpu"))
+    waiting, after = dispatcher.take_turn(), dispatcher.take_turn()
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatcher, "_wait_for", lambda _: cut_short())
+        with pytest.raises(KeyboardInterrupt):
+            waiting.__enter__()
+    entering = threading.Thread(target=after.__enter__, daemon=True)
+    entering.start()
+    entering.join(20)
+    assert not entering.is_alive()
+
+
 def test_what_has_begun_leaves_by_itself_also_when_it_is_dropped() -> None:
     dispatcher, may_go_on = Dispatcher(choose_device(0, 1, kind="cpu")), threading.Event()
     begun_turn = dispatcher.take_turn_of(lambda: iter([may_go_on.wait()]))

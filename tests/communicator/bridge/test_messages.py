@@ -1,5 +1,7 @@
 """Which way a message takes and what becomes of it at its ends, over groups that only note what they are given."""
 
+import os
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ from hethub.communicator.work import CallbackThreads, NativeWork, Operation
 from hethub.kernels.device import Device
 from hethub.kernels.reference import TorchKernels
 from hethub.spec.errors import RunFailed
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, start_ranks
 
 CPU = Device(vendor="cpu")
 
@@ -224,3 +226,23 @@ def test_copies_of_messages_to_the_host_are_counted():
     sent, received = run_ranks(2, copies_of_a_message, islands=[[0], [1]], staged_ranks=[0])
     assert [seconds > 0 for seconds in sent] == [True]
     assert received == []
+
+
+def begin_a_message_with_a_rank_that_is_gone(world, sends):
+    if world.rank == 1:
+        os._exit(3)
+    while world.failure is None:
+        time.sleep(0.05)
+    with pytest.raises(RunFailed) as failed:
+        (world.send if sends else world.receive)(torch.ones(100_000), 1, tag=5).wait()
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("sends", [True, False])
+@pytest.mark.parametrize("relay", ["shm", "gloo"])
+def test_a_message_over_the_bridge_that_cannot_begin_names_who_failed(relay, sends):
+    """It raised what the relay had said: sent over shm as soon as memory was asked for, received over Gloo at once."""
+    connect = {"islands": [[0], [1]], "relay": relay, "staged_ranks": [0, 1], "timeout_seconds": 30}
+    outcome, _ = start_ranks(2, begin_a_message_with_a_rank_that_is_gone, sends, connect=connect, timeout_seconds=60)
+    assert outcome.value is not None, outcome.traceback
+    assert "(tag 5) in the world of 2 ranks failed on rank 0 with rank 1: rank 1 is gone" in outcome.value

@@ -369,3 +369,24 @@ def groups_made_anew_at_once(rank, store):
 def test_a_group_may_be_made_anew_before_others_have_left_the_last(islands):
     outcomes = start_ranks(3, groups_made_anew_at_once, environment={"HETHUB_ISLANDS": islands}, timeout_seconds=60)
     assert values(outcomes) == [[12.0, 16.0]] * 2 + [[]]
+
+
+def leave_before_a_sum_is_there(rank, store):
+    """Rank 1 comes to the sum two seconds after rank 0 has asked to leave."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    tensor = torch.ones(10)
+    if rank == 1:
+        store.wait(["begun"])
+        time.sleep(2)
+    work = dist.all_reduce(tensor, async_op=True)
+    store.set("begun", "")
+    dist.destroy_process_group()
+    work.wait()
+    return tensor[0].item()
+
+
+@pytest.mark.parametrize("islands", ["0,1", "0|1"])
+def test_what_is_under_way_is_ended_before_a_rank_leaves(islands):
+    """As over plain Gloo: it was cut short after a second, on both ranks."""
+    outcomes = start_ranks(2, leave_before_a_sum_is_there, timeout_seconds=60, environment={"HETHUB_ISLANDS": islands})
+    assert values(outcomes) == [2.0, 2.0]

@@ -1,5 +1,6 @@
 """The by-ranges operations through a group's own library: on devices NCCL and RCCL, here Gloo."""
 
+import time
 import warnings
 from typing import Any
 from unittest.mock import MagicMock
@@ -8,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hethub.communicator import reduce_scatter_by_ranges, torch_private
+from hethub.communicator import prepare_by_ranges, reduce_scatter_by_ranges, torch_private
 from hethub.communicator.groups.uneven import native_all_gather, native_reduce_scatter
-from hethub.spec.ranges import from_sizes, nearly_equal, split
-from tests.support.ranks import run_ranks
+from hethub.spec.ranges import Range, from_sizes, nearly_equal, split
+from tests.support.ranks import run_ranks, start_ranks, values
 
 
 def scatter_and_gather(world: Any) -> tuple[list[float], list[float]]:
@@ -92,3 +93,25 @@ def test_an_output_that_is_not_as_this_ranks_range_is_refused(islands: list[list
     for said, size in zip(run_ranks(2, refuse_outputs, islands=islands, timeout_seconds=60), (2, 3), strict=True):
         assert f"4 elements of torch.float32, but this rank's range {size} of torch.float32" in said[0]
         assert f"{size} elements of torch.float64" in said[1]
+
+
+def leave_before_a_sum_is_there(rank: int, store: dist.Store) -> list[float]:
+    """Rank 1 comes to the sum two seconds after rank 0 has asked to leave."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    group, tensor, ranges = torch_private.default_group(), torch.ones(10), [Range(0, 4), Range(4, 10)]
+    prepare_by_ranges(group)
+    if rank == 1:
+        store.wait(["begun"])
+        time.sleep(2)
+    work = reduce_scatter_by_ranges(group, tensor, ranges)
+    store.set("begun", "")
+    del group
+    dist.destroy_process_group()
+    work.wait()
+    return tensor.tolist()
+
+
+@pytest.mark.parametrize("islands", ["0,1", "0|1"])
+def test_a_sum_that_is_under_way_is_ended_before_a_rank_leaves(islands: str) -> None:
+    outcomes = start_ranks(2, leave_before_a_sum_is_there, timeout_seconds=60, environment={"HETHUB_ISLANDS": islands})
+    assert values(outcomes) == [[2.0] * 4 + [1.0] * 6, [1.0] * 4 + [2.0] * 6]

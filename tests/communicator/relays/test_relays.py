@@ -16,9 +16,10 @@ from hethub.communicator.relays.choice import Carriers, RelayChoice, faster_by_s
 from hethub.communicator.relays.connection import Connector
 from hethub.communicator.relays.gloo import Striped, gloo_reason
 from hethub.communicator.relays.mpi import MpiRelay, ask_open_mpi, calls_and_tags, is_gpu_aware
-from hethub.communicator.relays.relay import PeerError
+from hethub.communicator.relays.relay import CLOSED, PeerError
+from hethub.communicator.setup import connecting
 from hethub.kernels.device import Device
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, RunFailed
 from tests.support.ranks import run_ranks, start_ranks
 
 BY_SIZE = {"near": [[0, "shm"], [100_000, "gloo"]], "far": [[0, "gloo"]]}
@@ -215,3 +216,12 @@ def test_groups_that_a_relay_does_not_know_apart_are_refused():
     ):
         links(4_096)
     assert max(map(message_stage, range(10_000))) == 32_767
+
+
+def test_a_rank_that_goes_while_relays_are_timed_is_no_internal_error():
+    rendezvous = SimpleNamespace(watch=None, rank=0, size=2)
+    with (
+        pytest.raises(RunFailed, match="rank 0 could not connect to the other 1 ranks: rank 1: connection closed"),
+        connecting(rendezvous),
+    ):
+        raise PeerError(1, CLOSED)

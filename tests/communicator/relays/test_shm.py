@@ -20,7 +20,7 @@ from hethub.communicator.relays.shm import ShmLink, ShmRelay
 from hethub.communicator.relays.shm_connection import connect_same_host
 from hethub.kernels.device import Device
 from hethub.spec.ranges import Range
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, start_ranks, values
 
 
 @pytest.fixture
@@ -306,3 +306,46 @@ def test_what_a_peer_sent_before_it_left_is_read_though_it_left_bells_unread() -
     with pytest.raises(PeerError, match="connection closed"):
         near.take(7, near.expect(7))
     near.close()
+
+
+def leave_before_the_peer_reads(rank, store):
+    """Rank 0's broadcasts are over, and most of them queued, when it leaves."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    tensors = [torch.full((1000,), float(number)) if rank == 0 else torch.zeros(1000) for number in range(300)]
+    if rank == 1:
+        store.wait(["sent"])
+        time.sleep(0.5)
+    for tensor in tensors:
+        dist.broadcast(tensor, 0)
+    if rank == 0:
+        store.set("sent", "")
+    dist.destroy_process_group()
+    return [tensor[0].item() for tensor in tensors]
+
+
+def test_what_is_queued_leaves_before_its_rank() -> None:
+    outcomes = start_ranks(2, leave_before_the_peer_reads, environment={"HETHUB_ISLANDS": "0|1"}, timeout_seconds=60)
+    assert values(outcomes) == [list(range(300))] * 2
+
+
+def test_a_peer_that_reads_nothing_more_is_not_waited_for_without_end() -> None:
+    """Not at all, where it is only to have its blocks back."""
+    near, far = linked()
+    for _ in range(600):
+        near.send(torch.ones(10_000), 7)
+    near._leaving_seconds, far._leaving_seconds = 0.5, 60.0
+    for _ in range(600):
+        block, *_ = far.take(7, far.expect(7))
+        far.give_back(block)
+    assert far._outbox
+    start = time.monotonic()
+    far.close()
+    assert time.monotonic() - start < 30
+    near, far = linked()
+    near._leaving_seconds = 0.5
+    for _ in range(600):
+        near.send(torch.ones(10), 7)
+    start = time.monotonic()
+    near.close()
+    assert 0.5 <= time.monotonic() - start < 30
+    far.close()

@@ -48,3 +48,17 @@ def test_a_search_of_some_machines_ends_when_the_whole_one_does_and_looks_below_
     assert part.best_seconds == 1e-3
     assert part.consider(ONE)
     assert part.best_seconds == 1e-3 < part.ranked[0].seconds
+
+
+def test_the_best_is_the_fastest_that_fits_however_it_was_found() -> None:
+    """Also of what is taken over from another search."""
+    one, other = incumbent_of(mixed()), incumbent_of(mixed())
+    for incumbent, candidates in ((one, (ONE,)), (other, (TWO, ONE))):
+        for candidate in candidates:
+            incumbent.consider(candidate)
+            assert incumbent.best is incumbent.ranked[0]
+    one.admit(other)
+    other.admit(one)
+    assert one.best
+    assert other.best
+    assert one.best.candidate == one.ranked[0].candidate == other.best.candidate == other.ranked[0].candidate

@@ -6,9 +6,10 @@ from typing import Any, get_args
 
 import pytest
 
-from hethub.predictor import predict
+from hethub.predictor import LayerCost, predict
 from hethub.predictor.calibration.validation.validate import validate
 from hethub.predictor.cost.operators import model_flops
+from hethub.predictor.cost.software import Software
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.model import FAMILIES, FamilyName, ModelSpec
@@ -41,6 +42,19 @@ def test_a_tied_head_multiplies_as_one_of_its_own_does() -> None:
     tied, apart = (of_family("llama").replace(tied_head=own) for own in (True, False))
     assert tied.parameters < apart.parameters
     assert model_flops(tied, 1, 2048) == model_flops(apart, 1, 2048)
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_ranks_that_share_a_sequence_each_do_their_part_of_the_ends(chunked: bool) -> None:
+    """As one rank does of so much shorter samples. Both ends were priced over the whole sequence, and of 16 such ranks
+    Llama 3 405B's published step as 32 % too long."""
+    model, device = of_family("llama"), find_accelerator("H100-SXM5-80GB")
+    whole, shared = (
+        LayerCost(model, device, 2048, "bf16", Software(context_parallel=ranks, chunked_loss=chunked))
+        for ranks in (1, 4)
+    )
+    assert shared.head(8, 0.5) == whole.head(2, 0.5)
+    assert shared.embedding(8) == whole.embedding(2)
 
 
 def on_own(description: dict[str, Any]) -> ClusterSpec:

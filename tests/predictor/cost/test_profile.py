@@ -136,6 +136,18 @@ def test_beyond_the_measured_points_it_says_so() -> None:
     assert measured.extrapolated
 
 
+@pytest.mark.parametrize("largest", [5, 7, 8, 9, 16, 64])
+def test_a_sample_of_the_largest_measured_microbatch_and_of_larger_ones_costs_what_was_measured(largest: int) -> None:
+    """8 is more than exp(log(8)): such a size was priced as 8 less a trifle, whose tokens fill no line of memory, 9 % more."""
+    device = find_accelerator("A100-SXM4-80GB")
+    plain = LayerCost(LLAMA_8B, device, 2048, "bf16")
+    measured = ProfiledLayerCost(LLAMA_8B, device, 2048, "bf16")
+    measured.use(estimated_device(LLAMA_8B, device, 2048, "bf16", largest))
+    for times in (1, 2, 3):
+        assert measured.layer(times * largest).total == pytest.approx(times * plain.layer(largest).total)
+        assert sum(measured.head(times * largest)) == pytest.approx(times * sum(plain.head(largest)))
+
+
 def test_a_device_that_is_slower_steps_slower_by_its_own_factor() -> None:
     """As a run has shown of layers and of the optimizer, each beside the profile."""
     for own in (profile().devices[0], profile().devices[0].replace(optimizer_seconds_per_parameter=1e-9)):

@@ -353,6 +353,19 @@ def test_a_ranks_parts_are_what_it_has_and_what_surrounds_it() -> None:
     assert sum(halves) == 4 * (matrices + 2 * (6 * NORMS + 128))
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_joined_gradients_are_gone_when_an_update_comes(zero: int) -> None:
+    """Each was counted as what it has beyond the activations: both together, a longer sequence needed less."""
+    layout = cut([[1], [1, 1]], zero, offload=["optimizer"])
+    of = residents(layout)[0]
+    parts = rank_memory(layout)[0].parts
+    layer = 11 * 2**20 + 4 * 16 * (6 * 344 + 4 * 128)
+    extra = parts["optimizer"] + parts["activations"] + parts["temporaries"] - layer
+    assert extra == pytest.approx(max(of.update_bytes, of.joined_bytes), abs=3)
+    longer = bind(layout.plan.replace(seq_len=64), MODEL, layout.cluster)
+    assert rank_memory(longer)[0].bytes > rank_memory(layout)[0].bytes
+
+
 def test_what_a_sample_keeps_of_weights_gradients_put_off_and_of_tokens() -> None:
     """Of every product its input and its result's gradient (MicrobatchPass), but the residual's, which two layers share;
     of a token its id and whether the rank holds its row. Ranks that share the sequence keep their part of all."""

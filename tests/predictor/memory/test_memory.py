@@ -10,7 +10,7 @@ from hethub.predictor import RankMemory, predict, rank_memory
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.memory.activations import KeptPerSample, held_microbatches
 from hethub.predictor.memory.parameters import replica_widths
-from hethub.predictor.memory.ranks import overfull_hosts
+from hethub.predictor.memory.ranks import overfull_hosts, shortage
 from hethub.predictor.memory.shards import Shard
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import Kind, actions
@@ -179,6 +179,20 @@ def test_the_ranks_of_a_machine_share_its_host_memory() -> None:
         held = (2**29, 2**29 + more, 2**30, 0)
         used = [RankMemory(rank, "own", 2**40, 2**41, {}, own, {}) for rank, own in enumerate(held)]
         assert [found for _, found in overfull_hosts(on, used)] == [2**30 + 1] * more
+
+
+def test_all_that_a_cpus_ranks_hold_lies_in_their_hosts_memory() -> None:
+    """Both of a machine of 8 GiB held 3 GiB and offloaded 4 more, and each amount fitted by itself: the kernel ends one."""
+    on = cluster(("CPU-core", 1, 2))
+    for more in (0, 1):
+        used = [RankMemory(rank, "CPU-core", 3 * 2**30, 4 * 2**30, {}, 2**30 + more, {}) for rank in (0, 1)]
+        assert [found for _, found in overfull_hosts(on, used)] == [8 * 2**30 + 2] * more
+    layout = uniform(GROUPED, on, tp=1, pp=2, micro_batch=1, batch=4, seq=64, precision="fp32", offload=["optimizer"])
+    needed = sum(entry.bytes + entry.host_bytes for entry in rank_memory(layout)) / 2**30
+    for part, fits in ((1.01, True), (0.99, False)):
+        given = on.replace(nodes=tuple(node.replace(host_memory_gb=part * needed) for node in on.nodes))
+        assert predict(Layout(layout.plan, GROUPED, given)).fits is fits
+        assert ("on CPUs all else" in (shortage(layout.on(given), rank_memory(layout), 0.06) or "")) is not fits
 
 
 def test_host_memory_that_the_cluster_does_not_give_is_a_guess_that_the_answer_names() -> None:

@@ -311,7 +311,7 @@ def _software(
     sharded = "fsdp" in stack or "titan" in stack
     virtual = number("virtual_stages", 0)
     if not virtual:
-        virtual = _interleaving(row, number)
+        virtual = 1 if stack == HETHUB.stack else _interleaving(row, number)  # of others what their recipes have
         inferred["virtual_stages"] = str(virtual)
     if virtual > 1 and number("pp") == 1:
         inferred["virtual_stages"] = f"{virtual}, which in one stage follow each other, as 1 does"

@@ -66,6 +66,7 @@ class LinkLoads:
         """By number of what is passed, seconds for the messages of its phase, and for all of its resource."""
         return list(self.messages.values()), [self.both_ways[resource] for _, resource in self.messages]
 
+    @memoized
     def paces(self, flow: Flow) -> tuple[float, float]:
         """What a flow takes at least from one sample to the next, alone (one message has one interface, and the next one
         another where ranks take turns) or with others: those that go the same way, or both."""

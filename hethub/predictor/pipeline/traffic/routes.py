@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from hethub.predictor.cost.cache import memoized
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.resources import OF_RANKS, Resource
 from hethub.predictor.cost.software import HETHUB, Software
@@ -19,14 +20,14 @@ class Flow(NamedTuple):
     take turns, a part."""
 
     ranks: tuple[int, int]  # the leaders, or others between machines of the same kinds, where the way alone is as fast
-    passed: list[int]  # what they pass, by its number in `Routes.passed`
-    sender: tuple[int, int, int]  # the number of its model chunk, the way, and the replica
+    passed: tuple[int, ...]  # what they pass, by its number in `Routes.passed`
     turns: int  # ranks of either end that send or receive one message after the other
     in_phase: int  # samples that the sender gives the receiver, over every boundary and either way
     in_all: int
 
 
 Pair = tuple[int, int, int]  # a boundary, as the model chunk above it, and the replicas above and below
+Ends = tuple[tuple[int, int], tuple[int, int]]  # of a boundary, each as stage and replica
 Group = tuple[tuple[int, ...], ...]  # replicas by stage
 
 
@@ -41,10 +42,8 @@ class Routes:
         self.stages = [(above.stage, below.stage) for above, below in pairwise(layout.model_chunks)]  # by boundary
         self.boundaries = [boundary for boundary, (above, below) in enumerate(self.stages) if above != below]
         self.leaving: defaultdict[int, list[int]] = defaultdict(list)  # by stage, the boundaries below it
-        self._between: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by stages above and below
         for boundary in self.boundaries:
             self.leaving[self.stages[boundary][0]].append(boundary)
-            self._between[self.stages[boundary]].append(boundary)
         self.leaders = [[replica.ranks[0] for replica in stage.replicas] for stage in layout.stages]
         turns = _turns if software.stack == HETHUB.stack else lambda _: _Turns(1, 1.0)
         self._turns = [[turns(replica) for replica in stage.replicas] for stage in layout.stages]
@@ -103,47 +102,73 @@ class Routes:
         return {(at, one, other): (at, like.get(one, one), like.get(other, other)) for at, one, other in self.samples}
 
     def _chain(self, number: int) -> tuple[object, ...]:
-        """What the flows between the replicas of this number depend on, boundary after boundary."""
+        """What the flows between the replicas of this number depend on, from stage to stage: boundaries between the same
+        stages are alike."""
         places, found = self.layout.cluster.places, list[object]()
-        for boundary in self.boundaries:
-            above, below = (self.layout.stages[stage].replicas[number] for stage in self.stages[boundary])
+        for (stage, other), boundary in self._unlike_boundaries.items():
+            above, below = self.layout.stages[stage].replicas[number], self.layout.stages[other].replicas[number]
             ends, samples = (above.ranks[0], below.ranks[0]), self.samples[boundary, number, number]
-            machines = [places[rank].machine for rank in ends]
+            machines = places[ends[0]].machine, places[ends[1]].machine
             found.append((*machines, self.network.joined(ends), samples, above.micro_batch, above.tp, below.tp))
         return tuple(found)
 
     @cached_property
+    def _unlike_boundaries(self) -> dict[tuple[int, int], int]:
+        """By stages above and below, a boundary between them."""
+        return {self.stages[boundary]: boundary for boundary in self.boundaries}
+
+    @cached_property
     def flows(self) -> dict[Pair, tuple[Flow, Flow]]:
         """By pairs that stand for others, the flows with the activations and with their gradients."""
-        return {key: (self._flow(key, 0), self._flow(key, 1)) for key in dict.fromkeys(self.alike.values())}
+        return {key: (self._flow(key, 0), self._flow(key, 1)) for key in self._unlike}
+
+    @cached_property
+    def _unlike(self) -> list[Pair]:
+        """The pairs that stand for others."""
+        return list(dict.fromkeys(self.alike.values()))
 
     def _flow(self, key: Pair, way: int) -> Flow:
+        ends = self._ends(key)
+        return self._between(ends[::-1] if way else ends, self._phases[key[0], way])
+
+    def _ends(self, key: Pair) -> Ends:
         boundary, *replicas = key
-        ends = list(zip(self.stages[boundary], replicas, strict=True))
-        source, target = [self.leaders[stage][own] for stage, own in (ends[::-1] if way else ends)]
-        turns = min(self._turns[stage][own].ranks for stage, own in ends)
+        above, below = zip(self.stages[boundary], replicas, strict=True)
+        return above, below
+
+    @memoized
+    def _between(self, ends: Ends, phase: object) -> Flow:
+        """From a replica to another in one phase: the same over every boundary between their stages."""
+        (giving, sender), (taking, receiver) = ends
+        source, target = self.leaders[giving][sender], self.leaders[taking][receiver]
+        turns = min(self._turns[giving][sender].ranks, self._turns[taking][receiver].ranks)
         a, b = self.layout.cluster.places[source], self.layout.cluster.places[target]
         nodes = (a.node.name, b.node.name, a.machine == b.machine, self.network.joined((source, target)))
-        phase, resources = self._phase(boundary, way), self.network.path(source, target).resources
-        passed = [self.passed.setdefault((phase, resource), len(self.passed)) for resource in resources]
-        carried = [self._carried(key, way, during) for during in (phase, None)]
-        sender = (boundary + way, way, replicas[way])
-        return Flow(self._like.setdefault(nodes, (source, target)), passed, sender, turns, *carried)
+        resources = self.network.path(source, target).resources
+        passed = tuple([self.passed.setdefault((phase, resource), len(self.passed)) for resource in resources])
+        ranks = self._like.setdefault(nodes, (source, target))
+        return Flow(ranks, passed, turns, self._carried[phase, *ends], self._carried[None, *ends])
+
+    @cached_property
+    def _phases(self) -> dict[tuple[int, int], object]:
+        """By boundary and way."""
+        return {(boundary, way): self._phase(boundary, way) for boundary in self.boundaries for way in (0, 1)}
 
     def _phase(self, boundary: int, way: int) -> object:
         chunk = self.layout.model_chunks[boundary + way].chunk
         return (way, chunk) if self.layout.plan.goes_chunk_by_chunk else way
 
-    def _carried(self, key: Pair, way: int, phase: object) -> int:
-        """Samples that the sender gives the receiver in a phase, None for all, over every boundary and either way."""
-        stages, ends = self.stages[key[0]], key[1:]
-        same = [(boundary, way, ends) for boundary in self._between[stages]]
-        turned = [(boundary, 1 - way, ends[::-1]) for boundary in self._between[stages[::-1]]]
-        return self.repeats * sum(
-            self.samples[boundary, *pair]
-            for boundary, own, pair in same + turned
-            if phase in (None, self._phase(boundary, own))
-        )
+    @cached_property
+    def _carried(self) -> Counter[tuple[object, ...]]:
+        """Of pairs that stand for others, by phase, None for all, sender and receiver, the samples that one gives the other, over
+        every boundary and either way."""
+        found: Counter[tuple[object, ...]] = Counter()
+        for key in self._unlike:
+            ends, samples = self._ends(key), self.repeats * self.samples[key]
+            for way, between in enumerate((ends, ends[::-1])):
+                found[self._phases[key[0], way], *between] += samples
+                found[None, *between] += samples
+        return found
 
     @cached_property
     def messages(self) -> dict[tuple[object, Resource], list[float]]:
@@ -175,6 +200,6 @@ class _Turns(NamedTuple):
 
 def _turns(replica: ReplicaSpec) -> _Turns:
     each, samples = replica.micro_batch, replica.samples
-    begins = range(0, samples, each * replica.tp)
-    first = sum(min(each, samples - begin) for begin in begins)
+    turns = -(-samples // (each * replica.tp))  # of the first, each of a microbatch, the last perhaps of a short one
+    first = (turns - 1) * each + min(each, samples - (turns - 1) * each * replica.tp)
     return _Turns(min(replica.tp, -(-samples // each)), first / samples)

@@ -200,3 +200,21 @@ def test_the_ranks_of_a_replica_take_turns(tp: int, micro_batch: int, samples: i
         assert found.both_ways[Resource("staging", 0, OUT)] == pytest.approx(its_part * seconds)
         (flow,) = [forward for forward, _ in found.routes.flows.values()]
         assert found.paces(flow)[0] == pytest.approx(max(its_part, 1 / its_turns) * SAMPLE_BYTES / STAGING)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("ministages", 2)])
+def test_what_a_flow_carries_is_counted_boundary_by_boundary(schedule: ScheduleName, chunks: int) -> None:
+    """Over each boundary go the samples that its two replicas share, forward from the one and back from the other."""
+    nodes = [("A100-SXM4-80GB", 3), ("MI250X-GCD", 2)]
+    found = loads(nodes, [[(0, 4), (1, 8), (2, 4)], [(3, 8), (4, 8)]], schedule, chunks).routes
+    for (boundary, *replicas), flows in found.flows.items():
+        ends = tuple(zip(found.stages[boundary], replicas, strict=True))
+        for way, flow in enumerate(flows):
+            sent = {None: 0, found._phase(boundary, way): 0}
+            for (other, *others), samples in found.samples.items():
+                there = tuple(zip(found.stages[other], others, strict=True))
+                for back, between in enumerate((there, there[::-1])):
+                    if between == (ends[::-1] if way else ends):
+                        for phase in sent.keys() & {None, found._phase(other, back)}:
+                            sent[phase] += samples
+            assert [flow.in_phase, flow.in_all] == [sent[found._phase(boundary, way)], sent[None]]
