@@ -305,7 +305,8 @@ class _Loop(StepLoop):
             lambda: trainer.restore(self._store.latest(planned.behind)) if planned.resumes else 0,
             patience_seconds=BUILDING_SECONDS,
         )
-        self._store.begin_behind(done)
+        if done < opened.job.spec.train.steps:  # else nothing is trained
+            self._store.begin_behind(done)
         super().__init__(world, opened.job, opened.data, planned.folder, done)
 
     def run(self) -> ProgramSummary | None:
