@@ -89,6 +89,8 @@ def _needs(problem: Problem) -> str:
         needs = "every stage needs two layers or more, a chunk each, and every accelerator a sample"
     if given.zero == 0 and len(makers) > 1:
         needs += ", and with zero: 0 all replicas of a stage lie on one maker's island (with zero: 1 they need not)"
+    if given.forbid:
+        needs += f", and no stage holds {' or '.join(' and '.join(pair) for pair in given.forbid)} together"
     return needs
 
 
