@@ -193,6 +193,8 @@ def check_writable(*files: Path | None, folder: Path | None = None, reads: Path 
             raise BadInput(f"{path}: this is a folder, and a file is to be written; name a file in it.")
         refuse_overwriting(path, reads)
     if folder is not None:
+        if folder in given:
+            raise BadInput(f"{folder}: a file and a folder of this name are to be written; name another for one.")
         check_folder(folder)
 
 

@@ -98,7 +98,7 @@ def plan(options: argparse.Namespace) -> None:
 
     check_writable(options.out, reads=options.job)  # a folder, `.` say, has no suffix to take another for
     folder = options.alone or (options.out and options.out.with_suffix(".alone"))
-    check_writable(folder=folder)
+    check_writable(options.out, folder=folder)
     if options.top is not None and options.top < 0:
         raise BadInput(f"--top {options.top}: give the number of runners-up to show, 0 or more.")
     if options.robust:
@@ -164,6 +164,7 @@ def predict(options: argparse.Namespace) -> None:
     from hethub.spec.program import is_program_plan
 
     check_writable(options.trace, folder=options.alone, reads=options.job)
+    refuse_overwriting(options.trace, options.plan, options.profile, options.calibrate)
     if is_plan(options.job):
         _check_alone(options)
         if is_program_plan(options.job):
@@ -173,9 +174,7 @@ def predict(options: argparse.Namespace) -> None:
         profile = profile_beside(options.profile, job, chosen.plan.precision)
     else:
         given = load_job(options.job, options.set)
-        refuse_overwriting(
-            options.trace, *given.files, given.plan_path, options.plan, options.profile, options.calibrate
-        )
+        refuse_overwriting(options.trace, *given.files, given.plan_path)
         if is_program_job(given, options.plan):
             return predict_program_job(options, given)
         profile, job = measured_for(options, given), planned_for(given)

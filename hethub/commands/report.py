@@ -52,6 +52,7 @@ def report(options: argparse.Namespace) -> None:
     from hethub.report.html import report_run, write_page
     from hethub.report.program import report_program_run, write_program_page
     from hethub.runtime.run_folder import FILES
+    from hethub.spec.job import load_job
     from hethub.spec.layout.state import bind_file
     from hethub.spec.plan import load_plan
     from hethub.spec.program import is_program_plan, load_program_plan
@@ -66,6 +67,8 @@ def report(options: argparse.Namespace) -> None:
             raise BadInput(
                 f"--{name} {file}: it goes with a plan file; the run folder {options.what} says what ran. Leave it out."
             )
+    if options.job is not None:
+        refuse_overwriting(options.out, *load_job(options.job).files)
     if options.what.is_dir():
         out = options.out or options.what / "report.html"
         check_writable(out)

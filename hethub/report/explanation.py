@@ -69,7 +69,7 @@ def save_alone(alone: Sequence["HomogeneousPart"], job: PlannedFor, folder: Path
     what the whole plan is for."""
     written = []
     for index, each in enumerate(alone):
-        own = folder / f"{index}-{each.accelerator}-{each.island}"
+        own = folder / f"{index}-{each.accelerator.replace('/', '-')}-{each.island}"
         own.mkdir(parents=True, exist_ok=True)
         save_plan(each.plan, own / "plan.yaml", job.replace(cluster=each.cluster))
         write_yaml(each.cluster.to_dict(), own / "cluster.yaml")

@@ -1,5 +1,6 @@
 """Frozen specs that map YAML one to one; every broken rule becomes part of one clear paragraph."""
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_origin
@@ -141,7 +142,9 @@ def load(cls: type[SpecT], path: str | Path, what: str) -> SpecT:
 
 def describe(value: Any) -> str:
     """A short quotation of a wrong value."""
-    text = repr(value).lower() if isinstance(value, bool) else repr(value)  # as YAML writes it
+    # Of an int with thousands of digits Python writes the hexadecimal ones alone.
+    shown = hex if isinstance(value, int) and value.bit_length() > 10_000 else repr
+    text = shown(value).lower() if isinstance(value, bool) else shown(value)  # as YAML writes it
     return "nothing" if value is None else text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -212,7 +215,7 @@ def _sentence(fault: Any, cls: type[Spec], source: Source, prefix: KeyPath) -> s
         error = fault["ctx"]["error"]
         return f"{source.at((*path, *getattr(error, 'key', ())))}: {error}"
     if kind == "invalid_key":
-        key = str(given).lower()  # true as YAML writes it
+        key = json.dumps(given, default=str)  # true and null as YAML writes them
         return f"{source.at((*path[:-1], key))} is not a known key; {suggest(key, _known_keys(cls, place[:-1]))}"
     if kind == "too_short":
         return (
@@ -220,8 +223,10 @@ def _sentence(fault: Any, cls: type[Spec], source: Source, prefix: KeyPath) -> s
         )
     if kind == "too_long":
         return f"{source.at(path)} is {describe(given)}, but it takes {fault['ctx']['max_length']} items at most."
-    remedy = _remedy(kind, given)
-    return f"{source.at(path)} is {describe(given)}, but {_SHAPES.get(kind) or _lower_first(fault['msg'])}.{remedy}"
+    said = f"{source.at(path)} is {describe(given)}"
+    if fault["loc"][-1:] == ("[key]",):  # pydantic's word for what is wrong with a key, not with its value
+        said = f"{source.at(path[:-1])} has the key {describe(given)}"
+    return f"{said}, but {_SHAPES.get(kind) or _lower_first(fault['msg'])}.{_remedy(kind, given)}"
 
 
 def _remedy(kind: str, given: Any) -> str:

@@ -293,6 +293,12 @@ class ClusterSpec(Spec):
                     "vendor, and the same host, interfaces, host memory, rack and region.",
                     *("nodes", self.nodes.index(parts[-1])),
                 )
+        boxes = [parts[0].part_of for parts in self.machine_types]
+        if apart := next((box for box in boxes if box is not None and boxes.count(box) > 1), None):
+            raise BrokenRule(
+                f"entries that are part_of '{apart}' stand apart, as those of two machines; put the parts of one in a row.",
+                "nodes",
+            )
         self.links.check_names(names)
         if self.size > MOST_ACCELERATORS:
             raise BrokenRule(

@@ -323,6 +323,8 @@ def set_key(override: str, data: Any, source: Source) -> None:
     for depth, parent in enumerate(parents, 1):
         if isinstance(here, dict) and here.get(parent) is None:
             here[parent], outermost = {}, outermost[:depth]
+        elif isinstance(here, dict) and isinstance(here[parent], dict):
+            here[parent] = {**here[parent]}  # an alias stands for the same one elsewhere
         here = here[parent] if isinstance(here, dict) else None
     if not isinstance(here, dict):
         where = f" at '{'.'.join(parents)}'" if parents else ""

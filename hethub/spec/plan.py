@@ -4,6 +4,7 @@ layout/bind.py."""
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
+from math import ceil, floor
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -154,10 +155,10 @@ def _beyond_one(shares: dict[int, float]) -> str:
     """What to say of state shares with a sum above 1: the largest that the last rank which can make room may have."""
     total = sum(shares.values())
     most = {rank: share - (total - 1) for rank, share in shares.items() if share > total - 1}
-    remedy = f"divide each by {total:g}"
+    remedy = f"divide each by {ceil(total * 1e4) / 1e4:.10g}"  # rounded so that what is offered is accepted
     if most:
         rank = list(most)[-1]
-        remedy = f"give rank {rank} at most {most[rank]:.4g}"
+        remedy = f"give rank {rank} at most {floor(most[rank] * 1e4 + 1e-6) / 1e4:g}"
     return f"state_shares sum to {total:g}, but they are fractions of one stage's state, together 1 at most; {remedy}."
 
 

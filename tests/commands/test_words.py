@@ -72,6 +72,9 @@ def test_errors_of_set_speak_of_set_and_not_of_a_line(tmp_path, capsys):
         ("profile", ["--out", "job.yaml"], "job.yaml: this is the file to read"),
         ("doctor", ["--acceptance", "--out", "cluster.yaml"], "cluster.yaml: this is the file to read"),
         ("report", ["--job", "model.yaml", "--out", "model.yaml"], "model.yaml: this is the file to read"),
+        ("predict", ["--profile", "model.yaml", "--trace", "model.yaml"], "model.yaml: this is the file to read"),
+        ("plan", ["--out", "new.alone"], "new.alone: a file and a folder of this name are to be written"),
+        ("predict", ["--trace", "new", "--alone", "new"], "new: a file and a folder of this name are to be written"),
         ("plan", ["--out", "."], ".: this is a folder, and a file is to be written"),
         ("plan", ["--alone", "model.yaml"], "model.yaml: this is a file, and a folder is to be written"),
         ("init", ["--out", "model.yaml"], "model.yaml: this is a file, and a folder is to be written"),
@@ -83,6 +86,18 @@ def test_what_is_written_takes_no_other_things_place(command, options, words, tm
     monkeypatch.chdir(tmp_path)
     assert words in refused(capsys, command, "laptop" if command == "init" else "job.yaml", *options)
     assert before == {file: file.read_text() for file in tmp_path.glob("*.yaml")}
+
+
+def test_what_a_plan_file_is_read_with_is_not_written_over(tmp_path, capsys):
+    """A trace took the place of the measurements that it was made from, a page that of the job's cluster."""
+    plan = write_job(tmp_path).with_name("plan.yaml")
+    for command in (("predict", plan, "--profile"), ("report", plan, "--job")):
+        option, out = ("--trace", "model.yaml") if command[0] == "predict" else ("--out", "cluster.yaml")
+        given = tmp_path / ("model.yaml" if command[0] == "predict" else "job.yaml")
+        before = (tmp_path / out).read_text()
+        words = refused(capsys, *command, given, option, tmp_path / out)
+        assert f"{out}: this is the file to read, and would be overwritten" in words
+        assert (tmp_path / out).read_text() == before
 
 
 def test_a_report_takes_the_place_of_none_of_a_runs_files(tmp_path, capsys):

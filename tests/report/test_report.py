@@ -18,7 +18,7 @@ from hethub.predictor.memory.ranks import check_memory, shortage
 from hethub.predictor.pipeline.timeline import Span
 from hethub.report.diff import Side, diff, print_diff, side_of_layout
 from hethub.report.drawing import losses
-from hethub.report.explanation import print_alone, print_explanation, shape
+from hethub.report.explanation import print_alone, print_explanation, save_alone, shape
 from hethub.report.html import Measured, last_step, report_run, spans_of, write_page
 from hethub.report.tables import whether_it_fits
 from hethub.report.trace import chrome_trace
@@ -27,7 +27,7 @@ from hethub.runtime.run_folder import RunFolder
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec, load_job
 from hethub.spec.layout.bind import bind
-from hethub.spec.plan import PlanSpec, load_plan
+from hethub.spec.plan import PlannedFor, PlanSpec, load_plan
 from tests.predictor.plans import TINY, cluster, uniform
 from tests.support.job_files import write_job
 from tests.support.layouts import Case, replica, stage
@@ -285,6 +285,14 @@ def test_accelerators_too_few_for_a_degree_are_not_called_a_batch_too_small(
     assert alone is None
     print_alone((), make_console())
     assert "for want of a sample or of accelerators for the constraints" in " ".join(capsys.readouterr().out.split())
+
+
+def test_no_accelerators_name_leads_out_of_the_folder_of_what_each_does_alone(tmp_path: Path) -> None:
+    [part] = homogeneous_parts(pose(TINY, cluster(("A100-SXM4-80GB", 1, 2)), Batch(8, 64, "bf16"))) or ()
+    named = replace(part, accelerator="a/../../../out")
+    [written] = save_alone([named], PlannedFor(model=TINY, cluster=part.cluster), tmp_path / "alone")
+    assert [*tmp_path.iterdir()] == [tmp_path / "alone"]
+    assert (written.parent, load_plan(written / "plan.yaml").ranks) == (tmp_path / "alone", part.plan.ranks)
 
 
 def test_a_trace_of_another_plan_goes_when_the_run_goes_on(tmp_path: Path) -> None:

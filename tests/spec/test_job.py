@@ -77,6 +77,16 @@ def test_overrides_are_applied_before_validation(folder: Path) -> None:
     assert job.spec.plan == "hap"
 
 
+def test_what_is_set_below_an_alias_is_set_there_alone(folder: Path) -> None:
+    """Both mappings were one in Python: a job told to evaluate on other text was trained on that, too."""
+    text = "data: &text {source: text, path: a.txt}\neval: {data: *text, batches: 2}\n"
+    (folder / "aliased.yaml").write_text("model: model.yaml\ncluster: detect\n" + text)
+    job = load_job(folder / "aliased.yaml", ["eval.data.path=b.txt", "eval.batches=3", "eval.data.source=jsonl"])
+    assert job.spec.eval is not None
+    assert (job.spec.data.path, job.spec.data.source) == ("a.txt", "text")
+    assert (job.spec.eval.data.path, job.spec.eval.data.source, job.spec.eval.batches) == ("b.txt", "jsonl", 3)
+
+
 def test_a_mapping_that_a_file_leaves_empty_can_be_filled(folder: Path) -> None:
     """`eval: null` was no mapping to put anything into."""
     job = load_job(write_job(folder, eval=None), ["eval.every_steps=5", "eval.data.source=python-stdlib"])
@@ -143,8 +153,10 @@ def test_a_wrong_override_is_named(folder: Path, override: str, expected: str) -
         ({"train": {"schedule": True}}, "give 'cosine', 'wsd', 'linear' or 'constant'"),
         ({"train": {"precision": "fp8"}}, "train.precision is 'fp8', but input should be 'fp64'"),
         ({"train": {"betas": [0.9, 1.0]}}, r"train.betas\[1\] is 1.0, but input should be less than 1"),
-        ({"data": {"source": "text"}}, "source text needs data.path"),
-        ({"data": {"path": "x"}}, "source python-stdlib reads the interpreter's own files; remove data.path"),
+        ({"data": {"source": "text"}}, r"line \d+: data\.path: source text needs one, the file or folder to read"),
+        ({"data": {"path": "x"}}, r"data\.path: source python-stdlib reads the interpreter's own files; remove it"),
+        ({"data": {"sources": [{"source": "text"}]}}, r"data\.sources\[0\]\.path: source text needs one"),
+        ({"eval": {"data": {"source": "text"}}}, r"eval\.data\.path: source text needs one"),
         ({"data": {"source": "csv"}}, "data.source is 'csv'"),
         ({"communicator": {"wire": "fp4"}}, "communicator.wire is 'fp4'"),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep is 0"),

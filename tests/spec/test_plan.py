@@ -1,5 +1,7 @@
 """Plans: what a plan file is refused for by itself, and bound to a model and a cluster."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -104,6 +106,27 @@ def test_a_fault_of_the_whole_plan_is_said_to_stand_at_its_key(tmp_path: Path, c
     with pytest.raises(BadInput) as refused:
         load_plan(tmp_path / "plan.yaml")
     assert str(refused.value).startswith(f"{tmp_path}/{said}")
+
+
+@pytest.mark.parametrize(
+    "shares", [(1 / 6, 1 / 6, 0.9), (0.166667, 0.166667, 0.9), (8 / 9, 8 / 9, 8 / 9), (0.7, 0.6, 0.6)]
+)
+def test_state_shares_that_are_offered_are_accepted(shares: tuple[float, ...]) -> None:
+    """A sixth twice and 0.9: 0.6667 was offered, with which they were above 1 again."""
+
+    def stages(shares: Sequence[float]) -> list[dict[str, Any]]:
+        thirds = [replica([rank], samples) for rank, samples in enumerate((3, 3, 2))]
+        return [stage((0, 4), *thirds, zero=1, state_shares=dict(enumerate(shares)))]
+
+    with pytest.raises(ValueError, match="state_shares sum to") as refused:
+        PlanSpec.model_validate(plan(stages(shares)))
+    offered = re.search(r"give rank (\d) at most ([0-9.]*[0-9])|divide each by ([0-9.]*[0-9])", str(refused.value))
+    assert offered is not None
+    rank, most, divisor = offered.groups()
+    better = [share / float(divisor) if divisor else share for share in shares]
+    if rank:
+        better[int(rank)] = float(most)
+    assert 0.999 < sum(PlanSpec.model_validate(plan(stages(better))).stages[0].state_shares.values()) <= 1 + 1e-9
 
 
 def test_chunks_interleave_over_the_stages() -> None:

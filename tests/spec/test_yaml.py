@@ -24,6 +24,7 @@ class OuterSpec(Spec):
     others: tuple[InnerSpec, ...] = ()
     owner: str | InnerSpec = "nobody"
     pair: tuple[int, int] = (1, 2)
+    heights: dict[str, int] = {}  # noqa: RUF012
 
 
 def outer(text: str) -> OuterSpec:
@@ -76,6 +77,10 @@ def test_what_is_written_is_what_is_read() -> None:
         ("name: a\nmain:\n\tdepth: 1\n", "that cannot start any token. Indent with spaces"),
         ("name: a\nborn: 2024-13-01\n", "line 2: the tree file holds what cannot be read: month must be in 1..12"),
         ("name: a\nmain: {depth: " + 5000 * "9" + "}\n", "line 2: the tree file holds what cannot be read: Exceeds the limit"),
+        ("name: a\nmain: {depth: -0x" + 5000 * "f" + "}\n", "line 2: main.depth is -0xfff"),  # a traceback
+        ("name: a\nnull: b\n", "tree.yaml, line 2: null is not a known key; known: "),  # none, without its line
+        ("name: a\nheights: {no: 1}\n", "line 2: heights has the key false, but input should be text"),  # heights[0] is false
+        ("name: a\nheights: {7: 1}\n", "line 2: heights has the key 7, but input should be text"),
         ("name: !!bool maybe\n", "line 1: the tree file holds what cannot be read"),
         ("name: !!timestamp now\n", "line 1: the tree file holds what cannot be read"),
         ("name: a\n---\nname: b\n", "expected a single document in the stream, but found another document"),

@@ -89,6 +89,8 @@ def _needs(problem: Problem) -> str:
         needs = "every stage needs two layers or more, a chunk each, and every accelerator a sample"
     if given.zero == 0 and len(makers) > 1:
         needs += ", and with zero: 0 all replicas of a stage lie on one maker's island (with zero: 1 they need not)"
+    if given.forbid:
+        needs += f", and no stage holds {' or '.join(' and '.join(pair) for pair in given.forbid)} together"
     return needs
 
 
@@ -170,8 +172,9 @@ def _more_host_memory(problem: Problem) -> Iterator[Change]:
 def _more_nodes(problem: Problem) -> Iterator[Change]:
     """More nodes of the device type with the most memory: an eighth more, a quarter, … up to four times as many."""
     nodes = problem.cluster.nodes
-    index = max(range(len(nodes)), key=lambda i: nodes[i].device.memory_bytes * nodes[i].accelerators)
-    if nodes[index].gbps is None and not problem.cluster.emulated:
+    whole = [index for index, node in enumerate(nodes) if node.part_of is None]  # there is one of a machine in parts
+    index = max(whole, key=lambda i: nodes[i].device.memory_bytes * nodes[i].accelerators, default=None)
+    if index is None or (nodes[index].gbps is None and not problem.cluster.emulated):
         return  # a machine alone: what would join two of them is not known
     count = nodes[index].count
     wanted = dict.fromkeys(max(1, round(count * part)) for part in (0.125, 0.25, 0.5, 1, 2, 3))

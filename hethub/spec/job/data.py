@@ -24,10 +24,11 @@ class SourceSpec(Spec):
     @model_validator(mode="after")
     def _path_where_needed(self) -> Self:
         if (self.path is None) != (self.source == "python-stdlib"):
-            raise ValueError(
-                f"source {self.source} needs data.path, the file or folder to read."
+            raise BrokenRule(
+                f"source {self.source} needs one, the file or folder to read."
                 if self.path is None
-                else "source python-stdlib reads the interpreter's own files; remove data.path or choose another source."
+                else "source python-stdlib reads the interpreter's own files; remove it, or choose another source.",
+                "path",
             )
         if self.text is not None and self.source not in ("jsonl", "parquet", "hf", "chat"):
             raise ValueError(f"source {self.source} has no columns or keys; remove `text`, or choose another source.")

@@ -101,6 +101,11 @@ class ShareOptimization:
             others = {other: value for other, value in self.shares.items() if other != rank}
             largest, least = self._extreme(rank, others, -1.0), self._extreme(rank, others, 1.0)
             if largest is not None and least is not None:
+                if _down(largest) < _up(least):
+                    return (
+                        f"stages[{stage}].state_shares: rank {rank} is given {share:g} of the stage's state, but with the tensors it holds "
+                        f"and the other shares it owns {least:.6g} whatever it is given; leave it out of state_shares."
+                    )
                 limit = f"at most {_down(largest):.6g}" if share > largest else f"at least {_up(least):.6g}"
                 return (
                     f"stages[{stage}].state_shares: rank {rank} is given {share:g} of the stage's state, but with the tensors it holds and "

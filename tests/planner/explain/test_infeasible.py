@@ -139,6 +139,29 @@ def test_the_changes_tried_are_the_smallest_first() -> None:
     assert more[0].words == "1 more of node 'many' (8 A100-SXM4-80GB each)"
 
 
+def test_a_machine_in_parts_is_not_asked_to_come_twice() -> None:
+    """One of its parts was counted up, which no cluster file may do: ranks without a place, and a traceback for an answer."""
+    own = {"part_of": "box", "accelerators": 2, "gbps_per_nic": 100}
+    nodes = [{"name": name, "accelerator": name, **own} for name in ("H100-SXM5-80GB", "A100-SXM4-80GB")]
+    nodes += [{"name": "whole", "accelerator": "T4", "accelerators": 2, "gbps_per_nic": 100}]
+    for given, sizes in ((nodes, [6 + 2 * more for more in (1, 2, 3)]), (nodes[:2], [])):
+        cluster = ClusterSpec.model_validate({"name": "parts", "nodes": given})
+        more = [change.problem.cluster for change in _more_nodes(pose(TINY, cluster, Batch(8, 64, "fp32")))]
+        assert [larger.size for larger in more] == [len(larger.places) for larger in more] == sizes
+
+
+def test_what_is_forbidden_together_is_among_what_a_plan_needs() -> None:
+    """One stage of both makers: that every accelerator needs a layer and a sample was all that was said."""
+    nodes = [
+        {"name": maker, "vendor": maker, "accelerator": "CPU-core", "accelerators": 1, "gbps_per_nic": 8}
+        for maker in ("amd", "nvidia")
+    ]
+    cluster = ClusterSpec.model_validate({"name": "two", "nodes": nodes})
+    given = ConstraintsSpec(pp=1, dp=2, forbid=(("nvidia", "amd"),))
+    with pytest.raises(BadInput, match="a layer and a sample, and no stage holds nvidia and amd together"):
+        plan(TINY, cluster, Batch(4, 16, "fp32"), given, with_bounds=False)
+
+
 def test_constraints_are_to_be_relaxed_only_where_some_are_given() -> None:
     """Without any it was said to relax them."""
     node = {"name": "a", "accelerator": "CPU-core", "accelerators": 3, "gbps_per_nic": 8}

@@ -139,7 +139,7 @@ def test_sources_of_all_kinds_are_mixed(tmp_path: Path) -> None:
         ({"sources": [{"source": "text", "path": path} for path in ("a", "./a")]}, "names text a twice"),
         ({"sources": [{"source": "jsonl", "path": "a", "text": key} for key in (None, "text")]}, "jsonl a twice"),
         ({"source": "text", "path": "a", "text": "body"}, "source text has no columns"),
-        ({"source": "parquet"}, r"source parquet needs data\.path"),
+        ({"source": "parquet"}, r"path: source parquet needs one"),
         ({"sources": [{"source": "txt", "path": "a"}]}, r"data\.sources\[0\]\.source is 'txt'"),
     ],
 )

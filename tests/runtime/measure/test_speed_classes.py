@@ -63,6 +63,9 @@ def test_a_machine_that_was_split_stays_one_machine(host_memory_gb):
 
 def test_parts_of_a_machine_have_it_in_common():
     parts = [{**NODE, "name": name, "part_of": "one"} for name in ("fast", "slow")]
+    apart = [parts[0], {**NODE, "name": "between"}, parts[1]]
+    with pytest.raises(ValueError, match="part_of 'one' stand apart, as those of two machines; put"):  # on one host
+        ClusterSpec.model_validate({"name": "c", "nodes": apart})
     for other in ({"nics": 2}, {"host_memory_gb": 8}, {"vendor": "amd"}):
         with pytest.raises(ValueError, match="part_of 'one' are one machine"):
             ClusterSpec.model_validate({"name": "two", "nodes": [parts[0], {**parts[1], **other}]})

@@ -162,6 +162,17 @@ def corrected(shares: dict[int, float], refusal: str) -> dict[int, float]:
     return {**shares, int(found[1]): float(found[2])}
 
 
+def test_a_share_that_can_only_be_what_it_is_is_to_be_left_out() -> None:
+    """Of one replica no rank steps for another: what was offered to six digits was refused, whichever way it was rounded."""
+    alone = [replica([0, 1], 8)]
+    with pytest.raises(BadInput, match=r"it owns \S+ whatever it is given; leave it out of state_shares") as refusal:
+        _ = one_stage(alone, MODEL, {0: 0.3}).buckets
+    said = re.search(r"owns (\S+) whatever", str(refusal.value))
+    owned = totals(one_stage(alone, MODEL, {}), 0)
+    assert said is not None
+    assert float(said[1]) == pytest.approx(owned[0] / MODEL.parameters, abs=1e-6)
+
+
 @pytest.mark.parametrize(("replicas", "model"), UNLIKE[1:])
 def test_the_largest_share_is_named_and_then_accepted(replicas: list[dict[str, Any]], model: Any) -> None:
     with pytest.raises(
