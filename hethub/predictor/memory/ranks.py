@@ -98,8 +98,16 @@ def check_memory(layout: Layout, reserve: float = 0.06) -> None:
 
 
 def shortage(layout: Layout, used: Sequence[RankMemory], reserve: float) -> str | None:
-    """The node whose host memory cannot take what its ranks hold there, or the rank that needs the most over its
-    accelerator's memory, with what fills it and what to do; None where the plan fits."""
+    """The rank that needs the most over its accelerator's memory, with what fills it and what to do, or the node whose host
+    memory cannot take what its ranks hold there; None where the plan fits."""
+    if over := [entry for entry in used if not entry.fits(reserve)]:
+        worst = max(over, key=lambda entry: entry.bytes / entry.limit)
+        largest = max(worst.parts, key=lambda part: worst.parts[part])
+        return (
+            f"rank {worst.rank} ({worst.accelerator}) would need {show_gib(worst.bytes)} GiB of its {show_gib(worst.limit)} GiB, of which "
+            f"{100 * reserve:g} % stay free; {len(over)} of {len(layout.assignments)} ranks are over. Most of it is {largest} "
+            f"({show_gib(worst.parts[largest])} GiB): {_remedies(layout, worst.rank, largest)}."
+        )
     for node, held in overfull_hosts(layout.cluster, used):
         has = "has" if node.host_memory_gb is not None else "is assumed to have, as its accelerators do,"
         return (
@@ -107,16 +115,7 @@ def shortage(layout: Layout, used: Sequence[RankMemory], reserve: float) -> str 
             f"checkpoint is written from, and on CPUs all else), of which it {has} {node.host_memory_bytes / 2**30:g} GiB; offload "
             "less on its stages, or give host_memory_gb as it is."
         )
-    over = [entry for entry in used if not entry.fits(reserve)]
-    if not over:
-        return None
-    worst = max(over, key=lambda entry: entry.bytes / entry.limit)
-    largest = max(worst.parts, key=lambda part: worst.parts[part])
-    return (
-        f"rank {worst.rank} ({worst.accelerator}) would need {show_gib(worst.bytes)} GiB of its {show_gib(worst.limit)} GiB, of which "
-        f"{100 * reserve:g} % stay free; {len(over)} of {len(layout.assignments)} ranks are over. Most of it is {largest} "
-        f"({show_gib(worst.parts[largest])} GiB): {_remedies(layout, worst.rank, largest)}."
-    )
+    return None
 
 
 def overfull_hosts(cluster: ClusterSpec, used: Sequence[RankMemory]) -> list[tuple[NodeSpec, int]]:
