@@ -111,11 +111,8 @@ class CheckpointFolder:
     def _complete(self, partial: Path, files: list[Marks]) -> None:
         if self._world.rank == 0:
             newest = integrity.complete(partial, {name: mark for own in files for name, mark in own.items()})
-            self._remove_old()  # first of all: the disk is never fuller than now
-            try:
-                self.note(f"checkpoint {newest} is complete")
-            except RunFailed as error:  # the checkpoint is there all the same
-                _log.warning("%s is complete, but: %s", newest, error)
+            self.note(f"checkpoint {newest} is complete")
+            self._remove_old()
 
     def _own(self) -> list[Path]:
         """The checkpoints, newest first. A link is somebody's own, wherever it leads: it stays and counts for nothing."""

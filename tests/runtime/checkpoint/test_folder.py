@@ -6,7 +6,6 @@ from typing import Any
 
 from hethub.runtime.checkpoint import CheckpointManager, integrity
 from hethub.runtime.checkpoint.integrity import candidates, finish_cut_off
-from hethub.spec.errors import RunFailed
 
 
 def steps(folder: Path) -> list[str]:
@@ -44,23 +43,6 @@ def test_a_checkpoint_that_is_half_removed_is_not_kept_for_good(tmp_path: Path) 
         (tmp_path / f"step-{step}" / ("COMPLETE" if step > 3 else "COMPLETE.removed")).touch()
     CheckpointManager(tmp_path, 1, OneRank(), keep_every=3).begin_behind(7)  # type: ignore[arg-type]
     assert steps(tmp_path) == ["step-7", "step-6"]
-
-
-def test_a_log_without_room_for_it_makes_no_failure_of_a_whole_checkpoint(tmp_path: Path) -> None:
-    """It was told as one that could not be written and is removed; and older ones kept the room that the log needed."""
-    for name in ("step-3", "step-4", "step-5.partial"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "COMPLETE").touch()
-    folder = CheckpointManager(tmp_path, 1, OneRank())  # type: ignore[arg-type]
-    told: list[tuple[str, list[str]]] = []
-
-    def note(text: str) -> None:
-        told.append((text, steps(tmp_path)))
-        raise RunFailed("log.txt: cannot be written (No space left on device).")
-
-    folder.note = note
-    folder._complete(tmp_path / "step-5.partial", [])
-    assert told == [(f"checkpoint {tmp_path / 'step-5'} is complete", ["step-5"])]
 
 
 def test_the_newest_is_that_of_the_largest_number(tmp_path: Path) -> None:
