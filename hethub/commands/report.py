@@ -67,7 +67,7 @@ def report(options: argparse.Namespace) -> None:
             raise BadInput(
                 f"--{name} {file}: it goes with a plan file; the run folder {options.what} says what ran. Leave it out."
             )
-    if options.job is not None:
+    if options.job is not None and options.out is not None:
         refuse_overwriting(options.out, *load_job(options.job).files)
     if options.what.is_dir():
         out = options.out or options.what / "report.html"

@@ -156,9 +156,8 @@ def asked_otherwise(folder: RunFolder, job: Job) -> list[str]:
         before = _begun(folder.path / "job.yaml")
     except BadInput:
         return []
-    now = job.spec.to_dict()
-    old, new = (dict(_leaves({key: spec[key] for key in ("plan", "constraints")})) for spec in (before, now))
-    return [f"{key} was {old.get(key)}, is {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
+    asks = [{key: spec[key] for key in ("plan", "constraints")} for spec in (before, job.spec.to_dict())]
+    return list(_unlike(*asks).values())
 
 
 def _check_model(folder: RunFolder, job: Job) -> None:
@@ -179,12 +178,18 @@ def _begun(file: Path) -> dict[str, Any]:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """`train.lr was 0.0003, is 0.001`, for every key that says what is trained."""
-    old, new = dict(_leaves(before)), dict(_leaves(now))
-    for key in {**old, **new}:
+    """What has changed of every key that says what is trained."""
+    for key, change in _unlike(before, now).items():
         counts = any(f"{key}.".startswith(f"{each}.") for each in _TRAINED)
-        if counts and key not in _MAY_CHANGE and key.rpartition(".")[2] not in _PLACES and old.get(key) != new.get(key):
-            yield f"{key} was {old.get(key)}, is {new.get(key)}"
+        if counts and key not in _MAY_CHANGE and key.rpartition(".")[2] not in _PLACES:
+            yield change
+
+
+def _unlike(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """`train.lr was 0.0003, is 0.001`, by every key that has changed."""
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    unlike = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return {key: f"{key} was {old.get(key)}, is {new.get(key)}" for key in unlike}
 
 
 def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -139,11 +139,8 @@ class PointToPoint:
             if self._is_native(tensor):
                 place = place_for(tensor)
                 inner = self._move_natively(torch_private.native_receive, place, tensor, peer, operation)
-                return (
-                    inner
-                    if place.data_ptr() == tensor.data_ptr()
-                    else Landed(inner, place, tensor, self._process.device)
-                )
+                lies_there = place.data_ptr() == tensor.data_ptr()
+                return inner if lies_there else Landed(inner, place, tensor, self._process.device)
             if not self._stager.on_device(tensor) and is_plain(tensor):
                 return self._start(torch_private.gloo_receive, tensor, tensor, peer, tag, operation)
             staged = self._stager.stage(tensor)

@@ -10,7 +10,7 @@ import pytest
 
 from hethub.runtime.checkpoint import CheckpointManager, integrity
 from hethub.runtime.checkpoint.manager import CheckpointFolder
-from tests.runtime.checkpoint.test_manager import OneRank
+from tests.runtime.checkpoint.test_folder import OneRank
 
 
 def test_all_lasts_before_the_name_and_the_name_before_the_next(tmp_path: Path, monkeypatch: Any) -> None:
