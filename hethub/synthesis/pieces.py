@@ -33,30 +33,31 @@ def bounds(shape: Sequence[int], cut: Cut, shares: Sequence[int]) -> list[tuple[
     return list(zip([0, *ends], ends, strict=False))
 
 
+def regions(whole: torch.Tensor, cut: Cut, shares: Sequence[int]) -> list[torch.Tensor]:
+    """Every rank's piece where it lies in the whole tensor, the cut dimension as one of blocks and one inside them."""
+    blocks = whole.unflatten(cut.dim, (cut.blocks, whole.shape[cut.dim] // cut.blocks))
+    return [blocks.narrow(cut.dim + 1, start, stop - start) for start, stop in bounds(whole.shape, cut, shares)]
+
+
 def piece(whole: torch.Tensor, cut: Cut, shares: Sequence[int], rank: int) -> torch.Tensor:
     """`rank`'s piece, in memory of its own."""
-    start, stop = bounds(whole.shape, cut, shares)[rank]
-    blocks = whole.unflatten(cut.dim, (cut.blocks, whole.shape[cut.dim] // cut.blocks))
-    mine = blocks.narrow(cut.dim + 1, start, stop - start)
-    shape = (*whole.shape[: cut.dim], cut.blocks * (stop - start), *whole.shape[cut.dim + 1 :])
-    return mine.reshape(shape).clone(memory_format=torch.contiguous_format)
+    mine = regions(whole, cut, shares)[rank].clone(memory_format=torch.contiguous_format)
+    return mine.flatten(cut.dim, cut.dim + 1)
 
 
-def front(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """The dimension that is cut, first and inside its blocks: a rank's range of it is then a range of memory."""
-    size = tensor.shape[cut.dim] // cut.blocks
-    shape = (*tensor.shape[: cut.dim], cut.blocks, size, *tensor.shape[cut.dim + 1 :])
-    return tensor.reshape(shape).movedim(cut.dim + 1, 0).contiguous()
+def packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of one part after the other."""
+    sizes = [part.numel() for part in parts]
+    flat = parts[0].new_empty(sum(sizes))
+    for part, into in zip(parts, flat.split(sizes), strict=True):
+        into.view(part.shape).copy_(part)
+    return flat
 
 
-def back(tensor: torch.Tensor, cut: Cut, shape: Sequence[int]) -> torch.Tensor:
-    """The inverse of `front`, for a tensor of `shape`."""
-    return tensor.movedim(0, cut.dim + 1).reshape(tuple(shape)).contiguous()
-
-
-def joined(pieces: Sequence[torch.Tensor], cut: Cut, shape: Sequence[int]) -> torch.Tensor:
+def joined(pieces: Sequence[torch.Tensor], cut: Cut) -> torch.Tensor:
     """The whole tensor of every rank's piece."""
-    return back(torch.cat([front(part, cut) for part in pieces]), cut, shape)
+    apart = [part.unflatten(cut.dim, (cut.blocks, part.shape[cut.dim] // cut.blocks)) for part in pieces]
+    return torch.cat(apart, cut.dim + 1).flatten(cut.dim, cut.dim + 1).contiguous()
 
 
 class OwnCall:
@@ -120,21 +121,16 @@ def local_arguments(
 class Summing:
     """A sum over all ranks that is under way, or a tensor that is there already."""
 
-    def __init__(
-        self, tensors: list[torch.Tensor], work: Any = None, finish: Callable[[], torch.Tensor] | None = None
-    ) -> None:
-        self.tensors, self._work, self._finish = tensors, work, finish  # what it holds, its result first
-        self.is_scattered = finish is not None
+    def __init__(self, tensors: list[torch.Tensor], work: Any = None) -> None:
+        self.tensors, self._work = tensors, work  # what it holds, this rank's part of the sum first
+        self.is_scattered = len(tensors) > 1
 
     def result(self) -> torch.Tensor:
         """This rank's part of the sum."""
         if self._work is not None:
             self._work.wait()
         self._work = None
-        if self._finish is not None:
-            del self.tensors[1:]
-            self.tensors = [self._finish()]
-        self._finish = None
+        del self.tensors[1:]
         return self.tensors[0]
 
 
@@ -178,64 +174,56 @@ class Exchange:
         if not isinstance(target, Cut):
             result = held.clone(memory_format=torch.contiguous_format)
             return Summing([result], dist.all_reduce(result, group=self.group, async_op=True))
-        flat = front(held, target)
+        is_packed = target == Cut(0, 1) and held.is_contiguous()
+        flat = held.view(-1) if is_packed else packed(regions(held, target, after))
         ranges = self._ranges(held.shape, target, after)
-        mine = ranges[self.rank]
-        output = torch.empty(mine.size, dtype=held.dtype, device=held.device)
-        work = reduce_scatter_by_ranges(self.group, flat.reshape(-1), ranges, output, async_op=True)
-        local = local_shape(held.shape, target, after[self.rank], sum(after))
-        rows = flat.shape[1:]
-
-        def finish() -> torch.Tensor:
-            return back(output.view(-1, *rows), target, local) if mine else output.new_empty(local)
-
-        return Summing([output, flat], work, finish)
+        output = held.new_empty(local_shape(held.shape, target, after[self.rank], sum(after)))
+        work = reduce_scatter_by_ranges(self.group, flat, ranges, output.view(-1), async_op=True)
+        return Summing([output, flat], work)
 
     def _gather(
         self, held: torch.Tensor, cut: Cut, shape: Sequence[int], shares: Sequence[int], padded: bool
     ) -> torch.Tensor:
         narrow = held.view(CARRIED_AS.get(held.dtype, held.dtype))
-        ranges = self._ranges(shape, cut, shares)
-        mine = front(narrow, cut).reshape(-1) if held.numel() else narrow.reshape(-1)
-        flat = torch.empty(ranges[-1].stop, dtype=narrow.dtype, device=held.device)
+        ranges, shapes = self._ranges(shape, cut, shares), [local_shape(shape, cut, n, sum(shares)) for n in shares]
         if padded:
             largest = max(r.size for r in ranges)
-            own = torch.zeros(largest, dtype=narrow.dtype, device=held.device)
-            own[: mine.numel()] = mine
-            rows = torch.empty(self.size * largest, dtype=narrow.dtype, device=held.device)
-            all_gather_single(rows, own, group=self.group)
-            for rank, found in enumerate(ranges):
-                flat[found.start : found.stop] = rows[rank * largest : rank * largest + found.size]
+            own = narrow.new_zeros(largest)
+            own[: narrow.numel()].view(narrow.shape).copy_(narrow)
+            flat = narrow.new_empty(self.size * largest)
+            all_gather_single(flat, own, group=self.group)
+            starts = [rank * largest for rank in range(self.size)]
         else:
-            flat[ranges[self.rank].start : ranges[self.rank].stop] = mine
+            flat, starts = narrow.new_empty(ranges[-1].stop), [r.start for r in ranges]
+            flat[ranges[self.rank].start : ranges[self.rank].stop].view(narrow.shape).copy_(narrow)
             all_gather_by_ranges(self.group, flat, ranges, async_op=False)
-        rest = [*shape[: cut.dim], cut.blocks, *shape[cut.dim + 1 :]]
-        whole = back(flat.view(shape[cut.dim] // cut.blocks, *rest), cut, shape)
-        return whole.view(held.dtype)
+            if cut == Cut(0, 1):
+                return flat.view(tuple(shape)).view(held.dtype)
+        pieces = [flat.narrow(0, start, r.size).view(own) for start, r, own in zip(starts, ranges, shapes, strict=True)]
+        return joined(pieces, cut).view(held.dtype)
 
     def _exchange(
         self, held: torch.Tensor, source: Cut, target: Cut, shape: Sequence[int], before: Sequence[int],
         after: Sequence[int],
     ) -> torch.Tensor:  # fmt: skip
         narrow = held.view(CARRIED_AS.get(held.dtype, held.dtype))
-        parts = [piece(narrow, target, after, rank) for rank in range(self.size)]
+        parts = regions(narrow, target, after)
         local = local_shape(shape, target, after[self.rank], sum(after))
         shapes = [local_shape(local, source, share, sum(before)) for share in before]
         sizes = [torch.Size(part).numel() for part in shapes]
-        received = torch.empty(sum(sizes), dtype=narrow.dtype, device=held.device)
-        sent = torch.cat([part.reshape(-1) for part in parts])
-        dist.all_to_all_single(received, sent, sizes, [part.numel() for part in parts], group=self.group)
+        received = narrow.new_empty(sum(sizes))
+        dist.all_to_all_single(received, packed(parts), sizes, [part.numel() for part in parts], group=self.group)
         pieces = [part.view(own) for part, own in zip(received.split(sizes), shapes, strict=True)]
-        whole = joined(pieces, source, local)
-        return whole.view(held.dtype)
+        return joined(pieces, source).view(held.dtype)
 
     def _among_zeros(self, held: torch.Tensor, cut: Cut, shape: Sequence[int], shares: Sequence[int]) -> torch.Tensor:
-        shapes = [local_shape(shape, cut, share, sum(shares)) for share in shares]
-        parts = [held if rank == self.rank else held.new_zeros(own) for rank, own in enumerate(shapes)]
-        return joined(parts, cut, shape)
+        whole = held.new_zeros(tuple(shape))
+        mine = regions(whole, cut, shares)[self.rank]
+        mine.copy_(held.unflatten(cut.dim, mine.shape[cut.dim : cut.dim + 2]))
+        return whole
 
     @staticmethod
     def _ranges(shape: Sequence[int], cut: Cut, shares: Sequence[int]) -> list[Range]:
-        """Each rank's range of the flat tensor whose cut dimension is in front."""
+        """Each rank's range of the flat tensor that holds one piece after the other."""
         row = torch.Size([n for d, n in enumerate(shape) if d != cut.dim]).numel() * cut.blocks
         return [Range(start * row, stop * row) for start, stop in bounds(shape, cut, shares)]

@@ -250,19 +250,13 @@ def runs_beside(graph: Graph, move: Move) -> bool:
 
 def move_buffers(model: Model, shares: Shares, move: Move) -> np.ndarray:
     """At most what every rank's end of a move holds beside its source and target while it runs, in bytes."""
-    size = model.graph.tensors[move.tensor].num_bytes
+    whole = np.full(model.costs.size, float(model.graph.tensors[move.tensor].num_bytes))
     before, after = (held_bytes(model, shares, move.tensor, state) for state in (move.source, move.target))
-    whole, nothing = np.full(len(before), float(size)), np.zeros(len(before))
-    if move.collective in ("all-gather", "padded all-gather"):
-        padded = (len(whole) + 1) * before.max() if move.collective.startswith("padded") else 0.0
-        return padded + before + (whole if move.source != Cut(0, 1) else nothing)
-    if move.collective == "reduce-scatter":
-        return whole + after
-    if move.collective == "all-to-all":
-        return 2 * before + 3 * after
-    if move.collective is None and isinstance(move.source, Cut):
-        return 2 * whole
-    return after if isinstance(move.target, Cut) else nothing
+    if move.collective == "padded all-gather":
+        return (len(whole) + 1) * np.full_like(whole, before.max())
+    if move.collective == "reduce-scatter" or (move.collective == "all-gather" and move.source != Cut(0, 1)):
+        return whole
+    return before + after if move.collective == "all-to-all" else np.zeros_like(whole)
 
 
 def is_view(operator: Operator) -> bool:
