@@ -32,8 +32,8 @@ from benchmarks.programs import Images, Words, best_of, cluster_of, images, prob
 from hethub.communicator import Rendezvous, connect
 from hethub.kernels.device import Device
 from hethub.synthesis.capture.trace import trace
-from hethub.synthesis.costs import VIEWS, Costs
-from hethub.synthesis.graph import Graph
+from hethub.synthesis.costs import Costs, is_view
+from hethub.synthesis.graph import Graph, Operator
 from hethub.synthesis.lower import Step
 from hethub.synthesis.planning import plan_graph
 from hethub.synthesis.table import short
@@ -114,9 +114,10 @@ def pixels(batch: int) -> Batch:
     return torch.randn(batch, 3, 32, 32), torch.zeros(batch, dtype=torch.int64)
 
 
-def kind_of(name: str) -> str:
-    """Of an operator; what is in no other kind is pointwise."""
-    return "view" if name in VIEWS else next((kind for part, kind in KINDS.items() if part in name), "pointwise")
+def kind_of(operator: Operator) -> str:
+    """What is in no other kind is pointwise."""
+    found = (kind for part, kind in KINDS.items() if part in short(operator))
+    return "view" if is_view(operator) else next(found, "pointwise")
 
 
 def by_kind(graph: Graph, costs: Costs, step: Step, inputs: Batch, turns: int) -> Kinds:
@@ -140,7 +141,7 @@ def by_kind(graph: Graph, costs: Costs, step: Step, inputs: Batch, turns: int) -
     found: Kinds = defaultdict(list)
     for operator, own in zip(graph.operators, taken, strict=True):
         priced = sum(costs.operator(graph, operator))[0]
-        found[kind_of(short(operator))].append((statistics.median(own) / 1e9, priced))
+        found[kind_of(operator)].append((statistics.median(own) / 1e9, priced))
     return found
 
 

@@ -19,15 +19,10 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.synthesis.graph import Graph, Operator, Tensor, argument_of
 from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, Rules, State
-from hethub.synthesis.table import RESHAPES, short
+from hethub.synthesis.table import RESHAPES, order_of, short
 
 Shares = tuple[tuple[int, ...], ...]  # per axis, the atoms of each rank
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "padded all-gather", "all-to-all"]
-# Views: nothing is computed and nothing moves.
-VIEWS = (
-    *RESHAPES, "t.default", "transpose.int", "permute.default", "expand.default", "select.int", "squeeze.dim",
-    "squeeze.dims", "unsqueeze.default", "slice.Tensor", "split.Tensor", "split_with_sizes.default",
-)  # fmt: skip
 # Read as much of their first input as they make.
 LOOKUPS = ("embedding.default", "gather.default", "index.Tensor", "index_select.default")
 _PRECISIONS: dict[torch.dtype, Precision] = {
@@ -68,8 +63,10 @@ class Costs:
 
     def _seconds(self, graph: Graph, operator: Operator) -> tuple[np.ndarray, np.ndarray]:
         works = {on_cpu: work(graph, operator, write_allocate=on_cpu) for on_cpu in set(self._on_cpu)}
+        # Autocast computes products in another type than that of the parameters.
+        own = _PRECISIONS.get(graph.tensors[operator.made[0]].dtype, self.precision)
         pairs = [
-            _operator_seconds(accelerator, self.precision, works[on_cpu])
+            _operator_seconds(accelerator, own if accelerator.peak_flops(own) else self.precision, works[on_cpu])
             for accelerator, on_cpu in zip(self.accelerators, self._on_cpu, strict=True)
         ]
         return np.array([start for start, _ in pairs]), np.array([rest for _, rest in pairs])
@@ -138,6 +135,12 @@ def precision_of(graph: Graph) -> Precision:
     return _PRECISIONS[widest]
 
 
+def is_view(operator: Operator) -> bool:
+    """Whether its outputs live in its input's memory: nothing is computed and nothing moves. What has no rule counts as a
+    copy, which it is given where its input does not lie in order."""
+    return short(operator) in RESHAPES or (operator.target.is_view and order_of(operator) == "any")
+
+
 def work(graph: Graph, operator: Operator, *, write_allocate: bool = False) -> Work | None:
     """What an operator computes and moves as a whole; None where it only looks at memory in another way.
 
@@ -145,7 +148,7 @@ def work(graph: Graph, operator: Operator, *, write_allocate: bool = False) -> W
     and Machine Balance, 1995, of the STREAM benchmark).
     """
     name = short(operator)
-    if name in VIEWS or not operator.inputs:
+    if is_view(operator) or not operator.inputs:
         return None
     width = graph.tensors[operator.made[0]].dtype.itemsize
     made = sum(graph.tensors[t].num_bytes for t in operator.made)
@@ -153,7 +156,7 @@ def work(graph: Graph, operator: Operator, *, write_allocate: bool = False) -> W
     if products := _products(graph, operator):
         return Work.of(products, width, 0.0, 0.0, 1, fused_bytes=float(allocated))
     read = operator.inputs[1:] if name in LOOKUPS else operator.inputs
-    moved = sum(graph.tensors[t].num_bytes for t in read) + made * (2 if name in LOOKUPS else 1)
+    moved = sum(graph.tensors[t].num_bytes for t in dict.fromkeys(read)) + made * (2 if name in LOOKUPS else 1)
     return Work.of((), width, 0.0, 0.0, 1, fused_bytes=float(moved + allocated))
 
 

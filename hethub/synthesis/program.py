@@ -11,12 +11,12 @@ import numpy as np
 from hethub.spec.documents import dump_yaml
 from hethub.spec.program import AxisSpec, OperatorSpec, ProgramSpec, program_notes, program_table
 from hethub.synthesis.costs import (
-    VIEWS,
     Model,
     Move,
     Shares,
     fractions,
     held_bytes,
+    is_view,
     move_cost,
     moves_to,
     rank_seconds,
@@ -257,11 +257,6 @@ def move_buffers(model: Model, shares: Shares, move: Move) -> np.ndarray:
     if move.collective == "reduce-scatter" or (move.collective == "all-gather" and move.source != Cut(0, 1)):
         return whole
     return before + after if move.collective == "all-to-all" else np.zeros_like(whole)
-
-
-def is_view(operator: Operator) -> bool:
-    """Whether its output lives in its input's memory."""
-    return short(operator) in VIEWS
 
 
 def takes_memory(graph: Graph, operator: Operator) -> bool:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hethub.runtime.program.llama import Llama
 from hethub.spec.model import ModelSpec
 from hethub.synthesis.capture.trace import trace
-from hethub.synthesis.costs import Move
+from hethub.synthesis.costs import Move, is_view, work
 from hethub.synthesis.graph import Graph, Operator, Ref
 from hethub.synthesis.pieces import Exchange, OwnCall, joined, piece
 from hethub.synthesis.planning import plan_graph
@@ -182,7 +182,7 @@ class Everyday(torch.nn.Module):
     def forward(self, values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         functional, given = torch.nn.functional, self.layer(values)
         sums = torch.stack([activation(given).sum(-1) for activation in self.activations[:-1]], 1)
-        made = self.activations[-1](sums[:, :16] + torch.cat([torch.triu(given.roll(1, -1)[:, None])[:, 0]] * 2, 1))
+        made = self.activations[-1](sums[:, :16] + torch.cat([torch.triu(given.roll(1, -1)[:, None]).squeeze()] * 2, 1))
         losses = (functional.smooth_l1_loss, functional.huber_loss, functional.mse_loss, functional.soft_margin_loss)
         both = made.sigmoid(), target.sigmoid()
         return (
@@ -241,6 +241,36 @@ def test_pieces_of_every_type_are_moved_empty_ones_too() -> None:
     )  # fmt: skip
     for results in run_ranks(2, moved, dtypes):
         assert all(results)
+
+
+class Unbound(torch.nn.Module):
+    """Queries, keys and values as vision transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 24)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.layer(values).unflatten(-1, (3, 8)).unbind(2)
+        return (query * key + value.squeeze()).square().mean()
+
+
+def test_what_lies_in_its_inputs_memory_costs_nothing() -> None:
+    torch.manual_seed(0)
+    module, inputs = Unbound(), (torch.randn(6, 4, 8),)
+    graph = trace(module, inputs)
+    values = {t: module.get_parameter(name).detach() for name, t in graph.parameters.items()}
+    values.update(zip(graph.inputs, inputs, strict=True))
+    views = set()
+    for operator in graph.operators:
+        given = [values[t] for t in operator.inputs]
+        made = operator.call(given)
+        values.update(zip(operator.made, made, strict=True))
+        if given and made[0].untyped_storage().data_ptr() == given[0].untyped_storage().data_ptr():
+            views.add(operator.key)
+            assert is_view(operator), operator.key
+            assert work(graph, operator) is None, operator.key
+    assert {"aten.unbind.int", "aten.squeeze.dims", "aten.view.default"} <= views
 
 
 class Copies(TorchDispatchMode):

@@ -1,6 +1,6 @@
-"""Operators whose results belong to the whole batch, in a form that can be added up over ranks.
+"""Operators whose results belong to the whole batch, in a form that is right for ranks' pieces of it.
 
-They divide by the number of samples. A rank that holds a piece of the batch would divide by its own; sums can be added
+Most divide by the number of samples. A rank that holds a piece of the batch would divide by its own; sums can be added
 up over ranks, and then divided once.
 """
 
@@ -112,6 +112,11 @@ def nll_loss(
     return (losses.sum() if reduction == 2 else losses.sum() / total), total
 
 
+def squeeze(values: torch.Tensor) -> torch.Tensor:
+    """By the dimensions of the whole tensor that go: a rank's piece of another may have one entry as well."""
+    return aten.squeeze.dims(values, [d for d, size in enumerate(values.shape) if size == 1])
+
+
 # Losses that divide by the number of samples; torch writes them with the means that are written anew above.
 _LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
 _NAMES = [*(name + end for name in _LOSSES for end in ("", "_backward")), "binary_cross_entropy_with_logits"]
@@ -120,5 +125,6 @@ DECOMPOSITIONS: dict[Any, Any] = {
     aten.mean.default: mean,
     aten.mean.dim: mean_dims,
     aten.nll_loss_forward.default: nll_loss,
+    aten.squeeze.default: squeeze,
     **{operator: _TORCHS[operator] for operator in (getattr(aten, name).default for name in _NAMES)},
 }
