@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -95,10 +96,33 @@ def _accelerators(build: str) -> list[Finding]:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     library = "RCCL" if vendor == "amd" else "NCCL"
     version = ".".join(map(str, torch.cuda.nccl.version()))
+    state: State = "ok"
+    found, remedy = f"{vendor}: {', '.join(names)}", ""
+    if without := [name for index, name in enumerate(names) if not _has_kernels(index)]:
+        found += f"; this build of torch has no kernels for {', '.join(dict.fromkeys(without))}"
+        state, remedy = (
+            "missing",
+            "install a build that has: V100, P100 and older take the one of CUDA 12.6 (docs/nvidia.md)",
+        )
     return [
-        Finding(what=what, state="ok", found=f"{vendor}: {', '.join(names)}"),
+        Finding(what=what, state=state, found=found, remedy=remedy),
         Finding(what=library, state="ok", found=version),
     ]
+
+
+def _has_kernels(index: int) -> bool:
+    """Whether this build of torch was compiled for a device, or for code that its driver compiles; torch itself says nothing of
+    AMD's. Where a build does not tell, it has."""
+    import torch
+
+    built, device = torch.cuda.get_arch_list(), torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return not built or device.gcnArchName.split(":")[0] in {each.split(":")[0] for each in built}
+    kinds = [(kind, int(number)) for kind, number in re.findall(r"(sm|compute)_(\d+)", " ".join(built))]
+    own = 10 * device.major + device.minor
+    return not built or any(
+        number <= own and (kind == "compute" or number // 10 == device.major) for kind, number in kinds
+    )
 
 
 def _mpi() -> list[Finding]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,6 +138,36 @@ def test_a_gpu_build_without_a_gpu_is_missing_its_driver(monkeypatch):
     assert found["accelerators"].state == "missing"
     assert "CUDA_VISIBLE_DEVICES=" in found["visible devices"].found
     assert "driver" in found["accelerators"].remedy
+
+
+CU130, ROCM = ["sm_75", "sm_80", "sm_90", "sm_120"], ["gfx90a", "gfx942"]
+
+
+@pytest.mark.parametrize(
+    ("vendor", "built", "device", "state"),
+    [
+        ("nvidia", CU130, {"major": 9, "minor": 0}, "ok"),
+        ("nvidia", CU130, {"major": 8, "minor": 9}, "ok"),  # runs what was compiled for 8.0
+        ("nvidia", CU130, {"major": 7, "minor": 0}, "missing"),  # V100
+        ("nvidia", CU130, {"major": 10, "minor": 0}, "missing"),
+        ("nvidia", [*CU130, "compute_90"], {"major": 10, "minor": 0}, "ok"),  # its driver compiles that
+        ("amd", ROCM, {"gcnArchName": "gfx90a:sramecc+:xnack-"}, "ok"),
+        ("amd", ROCM, {"gcnArchName": "gfx906:sramecc+:xnack-"}, "missing"),
+        ("amd", [], {"gcnArchName": "gfx906"}, "ok"),
+    ],
+)
+def test_a_card_that_torch_was_not_built_for_is_missing(vendor, built, device, state, monkeypatch):
+    """It was ok, and the first kernel ended the first run."""
+    monkeypatch.setattr(torch.version, "hip", "7.0" if vendor == "amd" else None)
+    monkeypatch.setattr(device_layer, "detect_vendor", lambda: vendor)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "card")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**device))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    accelerators, library = machine._accelerators("CUDA 13.0")
+    assert (accelerators.state, library.state) == (state, "ok")
+    assert ("no kernels for card" in accelerators.found) == (state == "missing")
 
 
 def test_cupy_for_another_driver_than_torchs_is_told(monkeypatch):
