@@ -62,7 +62,8 @@ def _groups(world: World) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _messages(world: World) -> Row:
     """Every rank to every other, one to each side at a time: all at once, a device's streams would share hardware queues,
-    and a send could stand behind a receive that waits for it."""
+    and a send could stand behind a receive that waits for it. What goes one way is not what comes the other, or a rank that is
+    given its own message would pass."""
     where, peers = world.device.torch_device, [rank for rank in range(world.size) if rank != world.rank]
     if not peers:
         return Row(what="messages", where="all ranks", state="skipped", reason="one rank alone sends none")
@@ -71,10 +72,10 @@ def _messages(world: World) -> Row:
     for distance in range(1, world.size):
         source, target = (world.rank - distance) % world.size, (world.rank + distance) % world.size
         receiving = world.receive(received[source], source, _TAG)
-        sending = world.send(numbers(world, world.rank + target, NUMEL), target, _TAG)
+        sending = world.send(numbers(world, world.rank, NUMEL, target), target, _TAG)
         receiving.wait()
         sending.wait()
-    wrong = [peer for peer, got in received.items() if not torch.equal(got, numbers(world, world.rank + peer, NUMEL))]
+    wrong = [peer for peer, got in received.items() if not torch.equal(got, numbers(world, peer, NUMEL, world.rank))]
     told = [f"{peer} to {rank}" for rank, own in enumerate(world.all_gather_objects(wrong)) for peer in own]
     return Row(
         what="messages", where="all ranks", state="fail" if told else "pass", found=f"{world.size * len(peers)} compared",

@@ -8,7 +8,7 @@ from hethub.communicator import World
 
 
 def numbers(world: World, rank: int, numel: int, step: int = 0) -> Tensor:
-    """A rank's numbers, integers below 251, on this rank's device; other ones in each repetition."""
+    """A rank's numbers, integers below 251, on this rank's device; other ones in each repetition, or to each receiver."""
     return ((torch.arange(numel, device=world.device.torch_device) * (rank + 3) + step) % 251).float()
 
 

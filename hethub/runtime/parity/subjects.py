@@ -63,14 +63,18 @@ def subjects(model: ModelSpec, train: TrainSpec, *, masks_documents: bool) -> It
 
 class _Maker:
     def __init__(self, model: ModelSpec, train: TrainSpec, *, masks_documents: bool) -> None:
-        self.model, self.train, self.dtype = model, train, DTYPES[train.precision]
+        self.train, self.dtype = train, DTYPES[train.precision]
         self.seq = min(train.seq_len, MOST_SEQ_LEN)
+        window = model.sliding_window and max(
+            1, model.sliding_window * self.seq // train.seq_len
+        )  # as a part of the sequence
+        self.model = model.replace(sliding_window=window)
         self.heads = (SEQUENCES, self.seq, -1, model.head_size)
         self.first_document = max(1, self.seq // 3) if masks_documents and self.seq > 1 else self.seq  # tokens of it
         document = torch.arange(self.seq) < self.first_document
         behind = torch.arange(self.seq).unsqueeze(1) - torch.arange(self.seq)
         self.mask = document.unsqueeze(0) == document.unsqueeze(1)  # (seq, seq)
-        self.mask &= behind < (model.sliding_window or self.seq)
+        self.mask &= behind < (window or self.seq)
 
     # -- inputs --------------------------------------------------------------------------------------------------------
 

@@ -12,12 +12,16 @@ from torch import Tensor
 @cache
 def _accumulates_wide(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether matrix products of half precision add to fp32 there without rounding in between; on CPUs they do not."""
-    half, wide = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
+    half, wide = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
+    small = torch.finfo(dtype).eps  # beside 15 a half precision loses it
+    few = half.clone()
+    few[-1] = small
     try:
-        torch.addmm(wide, half, half, out=wide, out_dtype=torch.float32)
+        torch.addmm(wide, half, few, out=wide, out_dtype=torch.float32)
+        fresh = torch.mm(half, few, out=torch.empty_like(wide), out_dtype=torch.float32)
     except RuntimeError:  # NotImplementedError is one
         return False
-    return True
+    return all(torch.equal(found, torch.full_like(found, sum_ + small)) for found, sum_ in ((wide, 16), (fresh, 15)))
 
 
 class Parameter:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import weakref
 from dataclasses import replace
@@ -14,7 +15,6 @@ import pytest
 pytest.importorskip("torch", reason="needs torch: pip install hethub[train]")
 
 import torch
-import torch.distributed as dist
 
 from hethub.cli import run
 from hethub.kernels import bodies
@@ -28,21 +28,10 @@ from hethub.runtime.launch.session import session
 from hethub.runtime.measure.profile_run import subject_of
 from hethub.runtime.parity.row import Row
 from hethub.spec.accelerator import find_accelerator
-from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import load_job
 from tests.support.command import hethub
 from tests.support.job_files import write_job
-from tests.support.ranks import run_ranks
 
-DEVICES_AND_CPUS = ClusterSpec.model_validate(
-    {
-        "name": "mixed",
-        "nodes": [
-            {"name": "h100", "accelerator": "H100-SXM5-80GB", "accelerators": 2, "gbps_per_nic": 100},
-            {"name": "cpu", "accelerator": "CPU-core", "accelerators": 2, "gbps_per_nic": 100},
-        ],
-    }
-)
 needs_a_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 
 
@@ -98,76 +87,6 @@ def test_on_devices_everything_is_run(tmp_path: Path) -> None:
     assert rows["copies to the host"]["state"] in ("pass", "note")
 
 
-def exchange_with(wrong: str | None, world: Any) -> list[dict[str, Any]]:
-    """The rows of a world whose rank 1 gets one number wrong in one way of communicating."""
-    from hethub.runtime.acceptance import exchange
-
-    broadcast, all_reduce, receive = dist.broadcast, dist.all_reduce, world.receive
-
-    def spoilt(tensor: torch.Tensor, **options: Any) -> Any:
-        if options.get("async_op"):  # the large ones
-            return broadcast(tensor, **options)
-        broadcast(tensor, **options)
-        tensor[5] += 1
-        return None
-
-    def spoilt_behind_the_first_chunks(tensor: torch.Tensor, **options: Any) -> Any:
-        work = all_reduce(tensor, **options)
-        if options.get("async_op"):
-            work.wait()
-            tensor[-1] += 1
-        return work
-
-    def received(tensor: torch.Tensor, src: int, tag: int) -> Any:
-        receive(tensor, src, tag).wait()
-        tensor[-1] += 1
-
-        class Done:
-            def wait(self) -> None:
-                return None
-
-        return Done()
-
-    if world.rank == 1 and wrong == "broadcast":
-        dist.broadcast = spoilt
-    if world.rank == 1 and wrong == "large":
-        dist.all_reduce = spoilt_behind_the_first_chunks
-    exchange.bench.run = lambda *given: []  # times are another test's
-    if world.rank == 1 and wrong == "messages":
-        world.receive = received
-    cluster = ClusterSpec.model_validate(
-        {"name": "c", "nodes": [{"name": "n", "accelerator": "CPU-core", "accelerators": world.size}]}
-    )
-    return [row.to_dict() for row in exchange.check_exchange(world, cluster, lambda what: None)]
-
-
-def exchange_on_rank(world: Any, wrong: str | None) -> list[dict[str, Any]]:
-    return exchange_with(wrong, world)
-
-
-@pytest.mark.parametrize("wrong", [None, "broadcast", "large", "messages"])
-def test_a_wrong_number_is_told_by_operation_and_place(wrong: str | None) -> None:
-    told = run_ranks(3, exchange_on_rank, wrong, islands=[[0, 1], [2]])
-    assert told[0] == told[1] == told[2]
-    failed = {(row["what"], row["where"]): row["reason"] for row in told[0] if row["state"] == "fail"}
-    expected = {
-        None: {},
-        "broadcast": {("collectives", place): "wrong: broadcast" for place in ("all islands, bridged", "island 0")},
-        "large": {
-            ("large collectives", place): "wrong: all_reduce, mean in bf16"
-            for place in ("all islands, bridged", "island 0")
-        },
-        "messages": {("messages", "all ranks"): "wrong: 0 to 1, 2 to 1"},
-    }
-    assert failed == expected[wrong]
-
-
-def test_devices_of_one_island_exchange_messages_without_a_circle() -> None:
-    """A message's first use of the library waits for its peer: three ranks that receive first would wait in a ring."""
-    told = run_ranks(3, exchange_on_rank, None, islands=[[0, 1, 2]], staged_ranks=range(3), timeout_seconds=60)
-    assert all(row["state"] != "fail" for row in told[0])
-
-
 def test_ranks_that_hethub_starts_see_the_devices_and_the_last_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -177,54 +96,6 @@ def test_ranks_that_hethub_starts_see_the_devices_and_the_last_none(monkeypatch:
     assert len({place["MASTER_PORT"] for place in places}) == len({place["HETHUB_TOKEN"] for place in places}) == 1
     assert not any("OMPI_COMM_WORLD_RANK" in place for place in places)
     assert environments(0, 3, ((0, 1), (2,)))[2]["HETHUB_ISLANDS"] == "0,1|2"
-
-
-def bridged_row(world: Any, gpus: list[bool]) -> dict[str, Any]:
-    """That of a world whose ranks are these, and whose bridge reaches half of its bound."""
-    from hethub.runtime.acceptance import exchange
-
-    reached = {
-        "operation": "all_reduce", "path": "world", "ranks": 2, "bytes": 64 << 20, "bytes_per_second": 1e9, "seconds": 2.0,
-        "bound_seconds": 1.0,
-    }  # fmt: skip
-    exchange.bench.run = lambda *given: [reached]
-    told = SimpleNamespace(device=world.device, islands=((0,), (1,)), all_gather_objects=lambda value: gpus)
-    [row] = exchange._bandwidth(told, None)  # type: ignore[arg-type]
-    return row.to_dict()
-
-
-@pytest.mark.parametrize(("gpus", "state"), [([True, True], "fail"), ([True, False], "note")])
-def test_a_bridge_is_held_to_its_bound_between_devices_alone(gpus: list[bool], state: str) -> None:
-    """CPUs of the acceptance test have one core each, to move and to add."""
-    assert run_ranks(1, bridged_row, gpus)[0]["state"] == state
-
-
-def island_rows(world: Any) -> list[dict[str, Any]]:
-    """Those of two devices and of two CPUs beside them."""
-    from hethub.runtime.acceptance import exchange
-
-    row = {
-        "operation": "all_reduce",
-        "path": "island",
-        "ranks": 2,
-        "bytes": 64 << 20,
-        "seconds": 1.0,
-        "bound_seconds": None,
-    }
-    exchange.bench.run = lambda *given: [{**row, "bytes_per_second": 90e9}, {**row, "bytes_per_second": 2e9}]
-    told = SimpleNamespace(
-        device=world.device, islands=((0, 1), (2, 3)), all_gather_objects=lambda value: [True, True, False, False]
-    )
-    return [found.to_dict() for found in exchange._bandwidth(told, DEVICES_AND_CPUS)]  # type: ignore[arg-type]
-
-
-def test_an_island_is_held_against_its_own_link() -> None:
-    """CPUs beside devices were told how little of the devices' link they reach."""
-    devices, cpus = run_ranks(1, island_rows)[0]
-    assert devices["where"] == "island of ranks 0, 1"
-    assert devices["figures"]["share_of_link"] == pytest.approx(0.2)
-    assert cpus["where"] == "island of ranks 2, 3"
-    assert "share_of_link" not in cpus["figures"]
 
 
 class Card:
@@ -324,6 +195,20 @@ def test_the_first_of_two_runs_is_gone_before_the_second(monkeypatch: pytest.Mon
     assert (row.state, len(before)) == ("pass", 2)
 
 
+@pytest.mark.parametrize(("again", "state"), [(11.9, "pass"), (11.9001, "note"), (11.0, "fail"), (math.nan, "fail")])
+def test_losses_that_no_order_of_sums_explains_are_no_note(
+    again: float, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices whose runs had nothing in common were told that sums come in any order."""
+    losses = iter([11.9, again])
+    monkeypatch.setattr(training, "lay_out", lambda *given: None)
+    monkeypatch.setattr(training, "make_trainer", lambda *given: next(losses))
+    monkeypatch.setattr(training, "_bits", lambda loss: ([loss], torch.tensor([loss])))
+    card: Any = PaidCopies(80)
+    [row] = training.repeats(SimpleNamespace(device=card), None)  # type: ignore[arg-type]
+    assert row.state == state
+
+
 class PaidCopies(Card):
     """A device whose copies take as long as is said, in `rates`."""
 
@@ -335,6 +220,9 @@ class PaidCopies(Card):
     torch_device = torch.device("meta")
 
     def new_stream(self) -> None:
+        return None
+
+    def release_memory(self) -> None:
         return None
 
 

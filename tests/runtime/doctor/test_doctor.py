@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,11 +140,60 @@ def test_a_gpu_build_without_a_gpu_is_missing_its_driver(monkeypatch):
     assert "driver" in found["accelerators"].remedy
 
 
+CU130, ROCM = ["sm_75", "sm_80", "sm_90", "sm_120"], ["gfx90a", "gfx942"]
+
+
+@pytest.mark.parametrize(
+    ("vendor", "built", "device", "state"),
+    [
+        ("nvidia", CU130, {"major": 9, "minor": 0}, "ok"),
+        ("nvidia", CU130, {"major": 8, "minor": 9}, "ok"),  # runs what was compiled for 8.0
+        ("nvidia", CU130, {"major": 7, "minor": 0}, "missing"),  # V100
+        ("nvidia", CU130, {"major": 10, "minor": 0}, "missing"),
+        ("nvidia", [*CU130, "compute_90"], {"major": 10, "minor": 0}, "ok"),  # its driver compiles that
+        ("amd", ROCM, {"gcnArchName": "gfx90a:sramecc+:xnack-"}, "ok"),
+        ("amd", ROCM, {"gcnArchName": "gfx906:sramecc+:xnack-"}, "missing"),
+        ("amd", [], {"gcnArchName": "gfx906"}, "ok"),
+    ],
+)
+def test_a_card_that_torch_was_not_built_for_is_missing(vendor, built, device, state, monkeypatch):
+    """It was ok, and the first kernel ended the first run."""
+    monkeypatch.setattr(torch.version, "hip", "7.0" if vendor == "amd" else None)
+    monkeypatch.setattr(device_layer, "detect_vendor", lambda: vendor)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "card")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**device))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    accelerators, library = machine._accelerators("CUDA 13.0")
+    assert (accelerators.state, library.state) == (state, "ok")
+    assert ("no kernels for card" in accelerators.found) == (state == "missing")
+
+
 def test_cupy_for_another_driver_than_torchs_is_told(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(machine, "_version", lambda package: "14.0" if package == "cupy-cuda13x" else None)
     found = {finding.what: finding for finding in machine.examine()}["CuPy"]
     assert (found.state, found.found) == ("missing", "cupy-cuda13x 14.0 does not fit torch")
+
+
+def test_cupy_built_from_source_is_not_told_to_be_another_driver_s(monkeypatch):
+    """The only one for a ROCm that has no wheel: its name holds neither rocm nor cuda13, and the doctor called it missing."""
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(machine, "_version", lambda package: "14.0" if package == "cupy" else None)
+    found = machine._cupy()
+    assert (found.state, found.found) == ("note", "cupy 14.0")
+
+
+def test_an_mpirun_that_does_not_start_is_missing(tmp_path, monkeypatch):
+    """One whose libraries are gone was ok, of an unknown version."""
+    broken = tmp_path / "mpirun"
+    broken.write_text("#!/bin/sh\necho 'libopen-rte.so.40: cannot open shared object file' >&2\nexit 127\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(machine, "_find", lambda program: str(broken))
+    found = next(finding for finding in machine._mpi() if finding.what == "mpirun")
+    assert found.state == "missing"
+    assert "libopen-rte.so.40" in found.found
 
 
 @pytest.mark.slow

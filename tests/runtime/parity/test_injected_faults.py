@@ -1,6 +1,7 @@
 """Faults put into what the runtime computes, as a maker's library might have them: each is caught, and called by its
 name."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from hethub.kernels.device import Device
 from hethub.runtime.model import layers, rope
 from hethub.runtime.parity import subjects
 from hethub.runtime.parity.check import check_device
+from hethub.runtime.parity.formulas import Formulas
+from hethub.runtime.parity.noise import Measured, worst
 from hethub.runtime.parity.row import Row
 from hethub.runtime.state import optimizer
 from hethub.spec.job import TrainSpec
@@ -26,6 +29,7 @@ MODEL = ModelSpec(
     name="small", layers=2, hidden=64, heads=8, kv_heads=2, ffn=96, vocab=160, max_seq_len=64, rope_theta=200000.0,
     norm_eps=1e-5,
 )  # fmt: skip
+TRAIN = TrainSpec(seq_len=24)
 SDPA, ADAMW, LINEAR_OPS = F.scaled_dot_product_attention, optimizer.adamw, ("mm", "addmm", "linear")
 Patch = pytest.MonkeyPatch
 
@@ -65,6 +69,18 @@ def test_windows_are_held_against_the_formulas(monkeypatch: Patch, masks_documen
     windowed = layers._windowed
     monkeypatch.setattr(layers, "_windowed", lambda *t: windowed(*t[:3], t[3] + 1))
     assert states()["attention"] == states()["layer"] == "fail"
+
+
+def test_a_window_longer_than_what_is_compared_is_made_as_much_shorter(monkeypatch: Patch) -> None:
+    """128 tokens have no window of 200, and a device that knows none passed."""
+    model, train = MODEL.replace(sliding_window=200, max_seq_len=1024), TrainSpec(seq_len=1024, precision="fp64")
+
+    def states() -> set[str]:
+        return {row.state for row in check_device(model, train, CPU) if row.what in ("attention", "layer")}
+
+    assert states() == {"pass"}
+    monkeypatch.setattr(layers, "_windowed", lambda *t: layers._causal(*t[:3]))
+    assert states() == {"fail"}
 
 
 class _Rounding(TorchDispatchMode):
@@ -263,3 +279,22 @@ def test_a_nan_is_no_small_error(monkeypatch: Patch) -> None:
     monkeypatch.setattr(layers._SwiGLU, "apply", lambda gate, up: F.silu(gate) * up * float("nan"))
     row = checked("fp32")["MLP activation"]
     assert (row.state, row.found) == ("fail", "inf noises")
+
+
+def test_a_device_that_gives_other_results_each_time_does_not_pass(monkeypatch: Patch) -> None:
+    """As one that reads memory before it is written. The noise was as large as the error: 0.7 noises."""
+    monkeypatch.setattr(layers._SwiGLU, "apply", lambda gate, up: F.silu(gate) * up + torch.randn_like(gate))
+    row = checked("bf16")["MLP activation"]
+    assert (row.state, row.reason) == ("fail", "the same inputs gave other results a second time: result")
+
+
+def test_an_infinity_among_moved_inputs_is_no_noise(monkeypatch: Patch) -> None:
+    """It made the noise infinite, and any error small beside it."""
+    apply, calls = layers._SwiGLU.apply, iter(range(4))
+    monkeypatch.setattr(
+        layers._SwiGLU, "apply", lambda gate, up: apply(gate, up) * (math.inf if next(calls, 0) == 3 else 1.0)
+    )
+    subject = next(
+        each for each in subjects.subjects(MODEL, TRAIN, masks_documents=False) if each.name == "MLP activation"
+    )
+    assert worst(Measured(subject, torch.device("cpu")).errors(Formulas()))[1] == math.inf

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from hethub.runtime.state import parameter
 from hethub.runtime.state.parameter import Parameter
 from hethub.runtime.state.storage import FlatMap, put, take
 from hethub.spec.ranges import Range
@@ -60,3 +61,25 @@ def test_a_gradient_is_complete_with_the_last_microbatch_s_last_use(uses: int) -
             parameter.add(torch.tensor([1.0, number]))
         assert complete.pop() == "embedding"
         assert parameter.grad.tolist() == [3 * uses, sum(range(3 * uses))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rounds", [None, "mm", "addmm"])
+def test_products_that_are_rounded_before_they_are_added_are_not_taken(
+    rounds: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library may take `out_dtype` and round to the inputs' type all the same; hipBLASLt's was wrong (vllm 48688)."""
+
+    def product(name: str, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        wide = left.float() @ right.float()
+        return wide.to(dtype).float() if name == rounds else wide
+
+    def addmm(total: torch.Tensor, left: Any, right: Any, *, out: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        return out.copy_(total + product("addmm", left, right))
+
+    def mm(left: Any, right: Any, *, out: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        return out.copy_(product("mm", left, right))
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    monkeypatch.setattr(torch, "mm", mm)
+    assert parameter._accumulates_wide.__wrapped__(torch.device("cpu"), dtype) == (rounds is None)
