@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from hethub.spec.network import Interface
 _FIRST_PORT, _NUM_PORTS = 20_000, 20_000
 _LOOPBACK = "127.0.0.1"
 _FIRST_PATIENCE_SECONDS = 2.0
+_SIGNPOST, _SIGNPOST_SECONDS = "hethub/store", 0.1
 
 
 def serve_store(address: str, timeout_seconds: float, port: int = 0) -> dist.TCPStore:
@@ -59,7 +61,7 @@ def join_served_store(address: str, port: int, timeout_seconds: float, info: Lau
         try:
             store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=patience))
         except dist.DistError:
-            if _is_refused(address, port):
+            if _accepts(address, port) is False:
                 raise RunFailed(
                     f"rank {info.rank} ends because rank 0 is gone: nothing listens at {address}:{port} any more, where it"
                     " served the store."
@@ -71,13 +73,13 @@ def join_served_store(address: str, port: int, timeout_seconds: float, info: Lau
     return join_store(address, port, max(1.0, end - time.monotonic()), info)
 
 
-def _is_refused(address: str, port: int) -> bool:
-    """Whether nothing listens there; what does not answer at all may be slow."""
+def _accepts(address: str, port: int) -> bool | None:
+    """Whether somebody listens there; None where nothing answers, for that may be slow."""
     try:
         socket.create_connection((address, port), timeout=1.0).close()
     except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return False
+        return False if isinstance(error, ConnectionRefusedError) else None
+    return True
 
 
 def meet_at_master(info: LaunchInfo, interface: Interface, timeout_seconds: float) -> dist.Store:
@@ -90,15 +92,33 @@ def meet_at_master(info: LaunchInfo, interface: Interface, timeout_seconds: floa
         if info.rank == 0:
             return serve_store(_listening(host, interface), timeout_seconds, port)
         return join_store(host, port, timeout_seconds, info)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     agents = join_store(os.environ["MASTER_ADDR"], port, timeout_seconds, info)
-    signpost = dist.PrefixStore(f"hethub/{attempt}", agents)
-    if info.rank == 0:
-        store = serve_store(interface.address, timeout_seconds)
-        signpost.set("store", json.dumps([interface.address, store.port]))
-        return store
-    address, port = json.loads(signpost.get("store"))
-    return join_served_store(address, port, timeout_seconds, info)
+    if info.rank > 0:
+        return _follow_signpost(agents, timeout_seconds, info)
+    store = serve_store(interface.address, timeout_seconds)
+    agents.set(_SIGNPOST, json.dumps([interface.address, store.port]))
+    return store
+
+
+def _follow_signpost(agents: dist.Store, timeout_seconds: float, info: LaunchInfo) -> dist.TCPStore:
+    """The store that rank 0 serves, once it does: until then the agents' store, which outlives a start, may name the one
+    before.
+
+    TORCHELASTIC_RESTART_COUNT does not tell starts apart: an agent that starts its ranks again because another's have
+    failed does not count that.
+    """
+    end, last = time.monotonic() + timeout_seconds, "none"
+    with suppress(dist.DistStoreError):  # none was ever named
+        while time.monotonic() < end:
+            address, port = json.loads(agents.get(_SIGNPOST))
+            if _accepts(address, port):
+                return join_served_store(address, port, timeout_seconds, info)
+            last = f"{address}:{port}"
+            time.sleep(_SIGNPOST_SECONDS)
+    raise RunFailed(
+        f"rank {info.rank} ends because rank 0 has not come: no store of its has answered within {timeout_seconds:g} s (the last that "
+        f"it named: {last}). Where it did come, check that the nodes share the job's network."
+    )
 
 
 def master(info: LaunchInfo, interface: Interface) -> tuple[str, int]:
