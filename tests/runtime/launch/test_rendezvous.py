@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 
@@ -196,6 +197,22 @@ def test_a_store_that_was_served_is_not_waited_for_once_nothing_listens():
     with pytest.raises(RunFailed, match="rank 1 ends because rank 0 is gone: nothing listens"):
         join_served_store("127.0.0.1", port, 200, info)
     assert time.monotonic() - begun < 100
+
+
+def test_an_address_at_which_nobody_serves_is_named():
+    """torch's client took up to twice its timeout, and the rank ended before without a word of where it had looked."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    words = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    words |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    code = (
+        "from hethub.runtime.launch.launcher_environment import launch_info\n"
+        "from hethub.runtime.launch.rendezvous import rendezvous\n"
+        "rendezvous(launch_info(), network='127.0.0.0/8', timeout_seconds=4.0)"
+    )
+    ended = subprocess.run([sys.executable, "-P", "-c", code], env=words, capture_output=True, text=True, check=False)
+    said = f"could not reach rank 0's store at 127.0.0.1:{port} within 4 s: Connection refused"
+    assert said in ended.stderr, ended.stderr
 
 
 def test_ranks_of_two_torchruns_meet_again_whatever_these_have_counted(monkeypatch):
