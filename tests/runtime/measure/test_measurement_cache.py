@@ -68,10 +68,10 @@ def test_the_cache_is_the_users(monkeypatch, tmp_path):
     monkeypatch.delenv("HETHUB_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "hethub"
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for relative in ("", "cache"):  # to be ignored: freedesktop.org, XDG Base Directory Specification
         monkeypatch.setenv("XDG_CACHE_HOME", relative)
-        assert cache_folder() == Path("/home/me/.cache/hethub")
+        assert cache_folder() == tmp_path / "home" / ".cache" / "hethub"
 
 
 def test_a_user_without_a_home_needs_a_cache_that_is_named(monkeypatch, tmp_path):
