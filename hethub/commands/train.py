@@ -45,15 +45,15 @@ STOPPED = 3  # exit code of a run that a signal has ended, with a checkpoint
 
 
 def run(options: argparse.Namespace) -> int:
+    from hethub.runtime.launch.launcher_environment import end_unmet, launch_info, one_voice_per_node
+
+    signal.signal(signal.SIGUSR1, end_unmet)  # until the ranks have met, who listen to it themselves
     need_torch("train")
     from hethub.communicator.joining import watch
     from hethub.runtime.going_on import goes_on_by_itself
-    from hethub.runtime.launch.end_signal import end_unmet
-    from hethub.runtime.launch.launcher_environment import launch_info, one_voice_per_node
 
     by_itself = goes_on_by_itself(options.resume)
     watch.failed_code = AGAIN if by_itself else 1
-    signal.signal(signal.SIGUSR1, end_unmet)  # until the ranks have met, who listen to it themselves
     try:
         is_program = runs_program(options.job, options.set, options.plan)
         with one_voice_per_node(launch_info()):

@@ -15,7 +15,7 @@ from hethub.predictor.pipeline.timeline import Span
 from hethub.predictor.predict import with_staging
 from hethub.report.drawing import legend, losses, stacked, timeline
 from hethub.report.page import html_table, section, write_html
-from hethub.report.tables import GIB, STAGE_COLUMNS, assumed_sentence, parameter_count, stage_rows
+from hethub.report.tables import GIB, STAGE_COLUMNS, assumed_sentence, parameter_count, show_step, stage_rows
 from hethub.report.trace import times_are
 from hethub.report.watching import settled_seconds, under_last_plan
 from hethub.runtime.run_folder import RunFolder
@@ -126,8 +126,7 @@ def write_page(
 
 def _summary(layout: Layout, prediction: Prediction, measured: Measured | None, assumed: Sequence[str]) -> str:
     model, plan = layout.model, layout.plan
-    low, high = prediction.step_seconds_interval
-    rows = [["step time", f"{prediction.step_seconds:.4g} s (80 %: {low:.4g} to {high:.4g})"]]
+    rows = [["step time", show_step(prediction, assumed)]]
     rows += [["tokens/s", f"{prediction.tokens_per_second:,.0f}"]]
     shares = {"MFU": prediction.mfu, "of the ceiling": prediction.percent_of_ceiling}
     percents = {name: percent for name, percent in shares.items() if percent is not None}

@@ -157,11 +157,9 @@ def print_prediction(
 ) -> None:
     """Step time with its parts and bounds, and the memory of every rank; `assumed`: accelerators of unknown speed,
     `short`: why the plan does not fit."""
-    low, high = prediction.step_seconds_interval
-    interval = "" if assumed else f" (80 %: {low:.4g} to {high:.4g})"  # which would mean nothing
     mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1f} %"
     console.print(
-        f"{strategy}, schedule {plan.schedule}: predicted {prediction.step_seconds:.4g} s a step{interval}, "
+        f"{strategy}, schedule {plan.schedule}: predicted {show_step(prediction, assumed, ' a step')}, "
         f"{prediction.tokens_per_second:,.0f} tokens/s{mfu}"
     )
     bounds = [f"{prediction.percent_of_ceiling:.1f} % of the ceiling"]
@@ -180,6 +178,12 @@ def print_prediction(
         console.print("the profile was asked beyond the sizes it measured: there the nearest ratio counts")
     console.print(memory_table(prediction))
     console.print(whether_it_fits(prediction, short))
+
+
+def show_step(prediction: Prediction, assumed: Sequence[str], of: str = "") -> str:
+    """`1.234 s (80 %: 1.1 to 1.4)`; without the interval, which would mean nothing, where a speed is assumed."""
+    low, high = prediction.step_seconds_interval
+    return f"{prediction.step_seconds:.4g} s{of}" + ("" if assumed else f" (80 %: {low:.4g} to {high:.4g})")
 
 
 def whether_it_fits(prediction: Prediction, short: str | None = None) -> str:

@@ -87,7 +87,7 @@ def _progress(rows: list[dict[str, Any]], last: int, written: float | None, item
     if tokens := newest.get("tokens"):
         lines[0] += f", {tokens / seconds:,.0f} {items}/s"
     if written is not None and newest["step"] < last:
-        left = (last - newest["step"]) * seconds
+        left = (last - newest["step"]) * seconds * (newest.get("time_scale") or 1.0)  # real seconds of an emulation's
         short = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} minutes"
         shown = short if left < 3600 else f"{left / 3600:.1f} hours"
         lines.append(f"last step {time.time() - written:.0f} s ago; about {shown} left")

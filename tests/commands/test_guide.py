@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,15 @@ def test_every_file_of_a_run_folder_is_in_the_guide() -> None:
 
     page = (DOCS / "operations.md").read_text(encoding="utf-8")
     assert [name for name in (*FILES, "checkpoints", "owner.json") if name not in page] == []
+
+
+def test_every_key_of_a_line_of_metrics_is_in_the_guide() -> None:
+    from hethub.runtime.metrics import StepMetrics
+
+    page = (DOCS / "operations.md").read_text(encoding="utf-8")
+    table = page[page.index("### A line of metrics.jsonl") : page.index("## Stopping and going on")]
+    named = {key for row in re.findall(r"^\| (`.*?) \|", table, re.M) for key in re.findall(r"`(\w+)`", row)}
+    assert named == {field.name for field in fields(StepMetrics)}
 
 
 def test_the_example_of_measured_steps_is_validated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -331,6 +331,24 @@ def test_watch_says_how_far_a_run_is_and_who_runs_it(tmp_path, capsys, monkeypat
     assert run(["watch", str(tmp_path / "nowhere")]) == 2
 
 
+def test_watch_tells_real_time_of_an_emulation(tmp_path, capsys):
+    """Steps of 4 ms, emulated at 3 s each, were said to be over in a second."""
+    write_job(tmp_path)
+    row = {
+        "step": 2,
+        "loss": 3.25,
+        "tokens": 256,
+        "step_seconds": 0.5,
+        "predicted_step_seconds": 0.4,
+        "time_scale": 60.0,
+    }
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "owner.json").write_text(json.dumps({"host": "elsewhere", "pid": 1, "since": "now"}))
+    out = printed(capsys, "watch", tmp_path, "--once")
+    assert "step 2 of 4: loss 3.2500, 0.5 s a step, predicted 0.4 s" in out
+    assert "about 60 s left" in out
+
+
 def test_watch_counts_what_the_run_counts(tmp_path, capsys):
     """Samples, where a module brings batches of its own."""
     write_job(tmp_path, model_name="python:net:make", plan="hap")

@@ -134,6 +134,21 @@ def test_a_page_says_where_the_run_was_predicted_otherwise(tmp_path: Path) -> No
         assert page.count(f"The run itself predicted {own:.4g} s a step") == said
 
 
+@pytest.mark.parametrize(("source", "has_interval"), [("published", True), ("assumed", False)])
+def test_a_page_gives_no_interval_around_a_speed_that_nobody_has_measured(
+    source: str, has_interval: bool, tmp_path: Path
+) -> None:
+    """As the terminal does: times may be several times off, and `80 %` said that four of five lay within a quarter."""
+    made = cluster(("A100-SXM4-80GB", 1, 2))
+    device = made.nodes[0].device.replace(name="card", source=source)
+    made = made.replace(nodes=tuple(node.replace(accelerator=device) for node in made.nodes))
+    layout = uniform(TINY, made, tp=1, pp=1, micro_batch=1, batch=4, seq=64)
+    write_page(layout, None, tmp_path / "page.html", "t")
+    page = (tmp_path / "page.html").read_text()
+    assert ("80 %: " in page) == has_interval
+    assert ("several times off" in page) != has_interval
+
+
 def test_the_held_out_loss_is_drawn_beside_the_loss(tmp_path: Path) -> None:
     steps: list[dict[str, Any]] = [{"step": step, "loss": 4.0 - step, "step_seconds": 0.5} for step in (1, 2, 3, 4)]
     steps[1]["eval_loss"], steps[3]["eval_loss"] = 3.5, 2.5

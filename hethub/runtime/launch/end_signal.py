@@ -7,19 +7,12 @@ import time
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-from hethub.communicator.joining.watch import Watch, end_process
-from hethub.runtime.launch.launcher_environment import is_first_rank
+from hethub.communicator.joining.watch import Watch
+from hethub.runtime.launch.launcher_environment import ASKED_TO_END
 
-_ASKED_TO_END = "it was asked to (SIGUSR1) before its first step: there is nothing to save, start it again"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _NEWS_SECONDS = 1.0  # for what has failed to be known here
 _LAST_WORDS_SECONDS = 10.0  # for a rank that has failed to say so
-
-
-def end_unmet(number: int, frame: FrameType | None) -> None:
-    """A handler of SIGUSR1 until the ranks have met, who then listen to it themselves: ends this rank, the first one
-    with a word. It raises nothing: what it came upon, an import above all, might catch that or wrap it in its own."""
-    end_process(0, _ASKED_TO_END if is_first_rank() else None, 1)
 
 
 class EndSignal:
@@ -68,7 +61,7 @@ class EndSignal:
     def _end(self, number: int) -> NoReturn:
         if not self._has_failed:
             if number == signal.SIGUSR1:
-                self._watch.end_with_one_voice(_ASKED_TO_END, _NEWS_SECONDS)
+                self._watch.end_with_one_voice(ASKED_TO_END, _NEWS_SECONDS)
             self._watch.liveness.report_end()
             failure = self._watch.liveness.wait_for_failure(_NEWS_SECONDS)
             if not self._has_failed:

@@ -8,11 +8,13 @@ import functools
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import FrameType
+from typing import Literal, NoReturn
 
 from hethub.spec.errors import BadInput
 
@@ -80,6 +82,22 @@ def is_first_rank(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is rank 0 of its launcher, or alone; asks for no more variables than that."""
     launcher = _innermost_launcher(environment)
     return launcher == "alone" or environment.get(_RANK[launcher], "0") == "0"
+
+
+ASKED_TO_END = "it was asked to (SIGUSR1) before its first step: there is nothing to save, start it again"
+_LINGER_SECONDS = 2.0  # as the watch: mpirun kills who is left when half of the ranks have gone
+
+
+def end_unmet(number: int, frame: FrameType | None) -> NoReturn:
+    """A handler of SIGUSR1 until the ranks have met, who then listen to it themselves: ends this rank, the first one
+    with a word. It raises nothing: what it came upon, an import above all, might catch that or wrap it in its own. And it
+    takes nothing from torch, whose import it may come upon."""
+    if is_first_rank():
+        with suppress(OSError):  # who read stderr may be gone too
+            os.write(2, f"hethub: rank 0 ends because {ASKED_TO_END}.\n".encode())
+    if is_under_open_mpi():
+        time.sleep(_LINGER_SECONDS)
+    os._exit(1)
 
 
 # What torchrun and Slurm say to a job that they start again.

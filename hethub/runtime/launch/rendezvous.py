@@ -24,7 +24,7 @@ from hethub.spec.network import TOKEN_VARIABLE, Interface, choose_interface
 
 _GREETING = "hethub.greeting"
 _GREETING_BYTES = 512
-_SPARE_SECONDS = 1.0
+_SPARE_SECONDS = 5.0  # for a last try to reach the store, a name looked up above all
 _NEWS_SECONDS = 10.0  # for rank 0's word of who has not come to reach a rank that came before it
 
 

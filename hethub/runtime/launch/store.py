@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from hethub.spec.network import Interface
 _FIRST_PORT, _NUM_PORTS = 20_000, 20_000
 _LOOPBACK = "127.0.0.1"
 _FIRST_PATIENCE_SECONDS = 2.0
+_PAUSE_SECONDS = 0.2
+_SIGNPOST = "hethub/store"
 
 
 def serve_store(address: str, timeout_seconds: float, port: int = 0) -> dist.TCPStore:
@@ -39,13 +42,22 @@ def serve_store(address: str, timeout_seconds: float, port: int = 0) -> dist.TCP
 
 
 def join_store(address: str, port: int, timeout_seconds: float, info: LaunchInfo) -> dist.TCPStore:
-    """The store that rank 0 serves at `address`, or will serve there. Raises RunFailed where it does not answer."""
+    """The store that rank 0 serves at `address`, or will serve there. Raises RunFailed where it does not answer.
+
+    torch's own client says so after up to twice its timeout: it begins a last try before that is over.
+    """
+    end = time.monotonic() + timeout_seconds
+    while (refusal := _refusal(address, port)) is not None and time.monotonic() < end:
+        time.sleep(_PAUSE_SECONDS)
     try:
+        if refusal is not None:
+            raise refusal
         return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
-    except dist.DistError as error:
+    except (dist.DistError, OSError) as error:
         raise RunFailed(
-            f"rank {info.rank} ({socket.gethostname()}) could not reach rank 0's store at {address}:{port}: {error}."
-            " Check that the nodes share that network, or name the right one as a CIDR in the cluster file."
+            f"rank {info.rank} ({socket.gethostname()}) could not reach rank 0's store at {address}:{port} within "
+            f"{timeout_seconds:g} s: {getattr(error, 'strerror', None) or error}. Check that rank 0 has started and that the nodes share "
+            "that network, or name the right one as a CIDR in the cluster file; MASTER_ADDR and MASTER_PORT count where they are set."
         ) from None
 
 
@@ -59,7 +71,7 @@ def join_served_store(address: str, port: int, timeout_seconds: float, info: Lau
         try:
             store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=patience))
         except dist.DistError:
-            if _is_refused(address, port):
+            if isinstance(_refusal(address, port), ConnectionRefusedError):  # what does not answer at all may be slow
                 raise RunFailed(
                     f"rank {info.rank} ends because rank 0 is gone: nothing listens at {address}:{port} any more, where it"
                     " served the store."
@@ -71,13 +83,13 @@ def join_served_store(address: str, port: int, timeout_seconds: float, info: Lau
     return join_store(address, port, max(1.0, end - time.monotonic()), info)
 
 
-def _is_refused(address: str, port: int) -> bool:
-    """Whether nothing listens there; what does not answer at all may be slow."""
+def _refusal(address: str, port: int) -> OSError | None:
+    """Why nobody can be reached there; None where somebody listens."""
     try:
         socket.create_connection((address, port), timeout=1.0).close()
     except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return False
+        return error
+    return None
 
 
 def meet_at_master(info: LaunchInfo, interface: Interface, timeout_seconds: float) -> dist.Store:
@@ -90,15 +102,33 @@ def meet_at_master(info: LaunchInfo, interface: Interface, timeout_seconds: floa
         if info.rank == 0:
             return serve_store(_listening(host, interface), timeout_seconds, port)
         return join_store(host, port, timeout_seconds, info)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     agents = join_store(os.environ["MASTER_ADDR"], port, timeout_seconds, info)
-    signpost = dist.PrefixStore(f"hethub/{attempt}", agents)
-    if info.rank == 0:
-        store = serve_store(interface.address, timeout_seconds)
-        signpost.set("store", json.dumps([interface.address, store.port]))
-        return store
-    address, port = json.loads(signpost.get("store"))
-    return join_served_store(address, port, timeout_seconds, info)
+    if info.rank > 0:
+        return _follow_signpost(agents, timeout_seconds, info)
+    store = serve_store(interface.address, timeout_seconds)
+    agents.set(_SIGNPOST, json.dumps([interface.address, store.port]))
+    return store
+
+
+def _follow_signpost(agents: dist.Store, timeout_seconds: float, info: LaunchInfo) -> dist.TCPStore:
+    """The store that rank 0 serves, once it does: until then the agents' store, which outlives a start, may name the one
+    before.
+
+    TORCHELASTIC_RESTART_COUNT does not tell starts apart: an agent that starts its ranks again because another's have
+    failed does not count that.
+    """
+    end, last = time.monotonic() + timeout_seconds, "none"
+    with suppress(dist.DistStoreError):  # none was ever named
+        while time.monotonic() < end:
+            address, port = json.loads(agents.get(_SIGNPOST))
+            if _refusal(address, port) is None:
+                return join_served_store(address, port, timeout_seconds, info)
+            last = f"{address}:{port}"
+            time.sleep(_PAUSE_SECONDS)
+    raise RunFailed(
+        f"rank {info.rank} ends because rank 0 has not come: no store of its has answered within {timeout_seconds:g} s (the last that "
+        f"it named: {last}). Where it did come, check that the nodes share the job's network."
+    )
 
 
 def master(info: LaunchInfo, interface: Interface) -> tuple[str, int]:

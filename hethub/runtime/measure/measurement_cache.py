@@ -70,9 +70,18 @@ def keep(path: Path, data: dict[str, Any], what: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """HETHUB_CACHE, or hethub's folder in the user's cache."""
-    named = os.environ.get("HETHUB_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hethub"
+    """HETHUB_CACHE, or hethub's folder in the user's cache. Raises BadInput where there is neither."""
+    if named := os.environ.get("HETHUB_CACHE"):
+        return Path(named)
+    users = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if users.is_absolute():  # else it is to be ignored, as its specification says
+        return users / "hethub"
+    try:
+        return Path.home() / ".cache" / "hethub"
+    except RuntimeError:
+        raise BadInput(
+            "this user has no home folder for hethub's cache; name a folder for it in HETHUB_CACHE."
+        ) from None
 
 
 def versions() -> dict[str, str]:

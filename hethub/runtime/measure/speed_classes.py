@@ -118,10 +118,11 @@ def tell_apart(cluster: ClusterSpec, classes: Sequence[int], mark: str = MARK) -
         places = list(group)
         node, device = places[0].node, places[0].node.device
         name = device.name if number == 0 else f"{device.name}{mark}{number}"
+        box = node.part_of or f"{node.name}-{machine}"  # a machine may be in parts already
         nodes.append(
             node.replace(
-                name=f"{node.name}-{machine}-{places[0].local}", count=1, accelerators=len(places), hosts=None,
-                accelerator=device.replace(name=name), part_of=f"{node.name}-{machine}",
+                name=f"{box}-{places[0].local}", count=1, accelerators=len(places), hosts=None,
+                accelerator=device.replace(name=name), part_of=box,
             )
         )  # fmt: skip
     links = cluster.links

@@ -1,4 +1,4 @@
-"""Signals that come upon a rank at its end: what it has to say, it says."""
+"""Signals that come upon a rank at its end, or before its beginning: what it has to say, it says."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 from hethub.runtime.launch.end_signal import EndSignal
 from hethub.runtime.loop.stop_signal import StopSignal
+from tests.support.command import HETHUB, Running
 from tests.support.ranks import start_ranks, values
 
 
@@ -72,3 +73,15 @@ try:
 except dist.DistNetworkError:
     print("broken")
 """
+
+
+def test_a_signal_while_torch_is_imported_is_heard(tmp_path):
+    """It killed the rank without a word: for seconds, and minutes where many ranks read torch from one file system."""
+    (tmp_path / "first" / "torch").mkdir(parents=True)
+    asks = "import os, signal\nos.kill(os.getpid(), signal.SIGUSR1)\nraise AssertionError('the signal was not heard')\n"
+    (tmp_path / "first" / "torch" / "__init__.py").write_text(asks)
+    paths = os.pathsep.join([str(tmp_path / "first"), os.environ.get("PYTHONPATH", "")])
+    ended = Running([HETHUB, "train", "job.yaml"], tmp_path, {"PYTHONPATH": paths}).end()
+    assert ended.exit_code == 1
+    said = "hethub: rank 0 ends because it was asked to (SIGUSR1) before its first step: there is nothing to save, start it again."
+    assert ended.stderr.splitlines() == [said]

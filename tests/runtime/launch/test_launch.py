@@ -150,6 +150,17 @@ def test_a_job_that_was_killed_is_worth_starting_again_under_resume_auto(
     assert run(command) == alone
 
 
+@needs_mpirun
+def test_a_run_that_has_come_to_its_end_is_no_job_that_was_killed(tmp_path):
+    """Whose ranks had nothing left to train were taken for killed: under --resume auto with 75, as which it is started again
+    without end."""
+    job = write_pair_job(tmp_path)
+    for already in (False, True):
+        ended = Running([HETHUB, "launch", job, "--resume", "auto"], tmp_path, AS_ROOT).end(HANG_SECONDS)
+        assert ended.exit_code == 0, ended.stderr
+        assert ("steps are trained already" in ended.stdout) == already
+
+
 def test_a_launcher_that_is_not_here_is_refused(tmp_path):
     ended = Running([HETHUB, "launch", write_pair_job(tmp_path), "--with", "srun"], tmp_path, {"PATH": ""}).end()
     assert ended.exit_code == 2

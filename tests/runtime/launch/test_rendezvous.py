@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 
@@ -15,7 +16,7 @@ from hethub.runtime.launch.launcher_environment import (
     is_first_rank,
     launch_info,
 )
-from hethub.runtime.launch.store import join_served_store, master, serve_store
+from hethub.runtime.launch.store import join_served_store, master, meet_at_master, serve_store
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.network import Interface, choose_interface, interfaces
@@ -196,6 +197,64 @@ def test_a_store_that_was_served_is_not_waited_for_once_nothing_listens():
     with pytest.raises(RunFailed, match="rank 1 ends because rank 0 is gone: nothing listens"):
         join_served_store("127.0.0.1", port, 200, info)
     assert time.monotonic() - begun < 100
+
+
+def test_an_address_at_which_nobody_serves_is_named():
+    """torch's client took up to twice its timeout, and the rank ended before without a word of where it had looked."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    words = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    words |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    code = (
+        "from hethub.runtime.launch.launcher_environment import launch_info\n"
+        "from hethub.runtime.launch.rendezvous import rendezvous\n"
+        "rendezvous(launch_info(), network='127.0.0.0/8', timeout_seconds=4.0)"
+    )
+    ended = subprocess.run([sys.executable, "-P", "-c", code], env=words, capture_output=True, text=True, check=False)
+    said = f"could not reach rank 0's store at 127.0.0.1:{port} within 4 s: Connection refused"
+    assert said in ended.stderr, ended.stderr
+
+
+def test_ranks_of_two_torchruns_meet_again_whatever_these_have_counted(monkeypatch):
+    """torchrun's agents count their own ranks' failures: where a rank has failed before the ranks met, the two of a job told
+    theirs 0 and 1, and no later start met either. What rank 0 said at the start before is not taken for its word now."""
+    agents, interface = serve_store("127.0.0.1", 20), Interface(name=None, address="127.0.0.1")
+    for name, value in (("USE_AGENT_STORE", "True"), ("RESTART_COUNT", "0")):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agents.port))
+    first, second = (
+        LaunchInfo(rank=rank, size=2, local_rank=0, local_size=1, launcher="torchrun") for rank in range(2)
+    )
+    before = meet_at_master(first, interface, 20)
+    before.set("start", "before")
+    del before  # gone, as its rank
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    served = []
+    late = threading.Timer(1.0, lambda: served.append(meet_at_master(first, interface, 20)))
+    late.start()
+    found = meet_at_master(second, interface, 20)
+    late.join()
+    served[0].set("start", "now")
+    assert found.get("start") == b"now"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert meet_at_master(second, interface, 20).get("start") == b"now"
+
+
+def test_a_rank_0_that_torchrun_has_not_started_is_named(monkeypatch):
+    agents = serve_store("127.0.0.1", 20)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agents.port))
+    info = LaunchInfo(rank=1, size=2, local_rank=0, local_size=1, launcher="torchrun")
+    interface = Interface(name=None, address="127.0.0.1")
+    with pytest.raises(RunFailed, match=r"rank 0 has not come: no store of its has answered within 1 s .* named: none"):
+        meet_at_master(info, interface, 1)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    agents.set("hethub/store", f'["127.0.0.1", {port}]')
+    with pytest.raises(RunFailed, match=f"named: 127.0.0.1:{port}"):
+        meet_at_master(info, interface, 1)
 
 
 def test_a_node_may_have_a_network_of_its_own():

@@ -68,6 +68,27 @@ def test_the_cache_is_the_users(monkeypatch, tmp_path):
     monkeypatch.delenv("HETHUB_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "hethub"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for relative in ("", "cache"):  # to be ignored: freedesktop.org, XDG Base Directory Specification
+        monkeypatch.setenv("XDG_CACHE_HOME", relative)
+        assert cache_folder() == tmp_path / "home" / ".cache" / "hethub"
+
+
+def test_a_user_without_a_home_needs_a_cache_that_is_named(monkeypatch, tmp_path):
+    """As a container has one that runs under any number: Python's own error ended the run, even where a cache was named."""
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")  # as Path.home raises it
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("HETHUB_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "hethub"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    with pytest.raises(BadInput, match="no home folder for hethub's cache; name a folder for it in HETHUB_CACHE"):
+        cache_folder()
+    monkeypatch.setenv("HETHUB_CACHE", str(tmp_path))
+    assert cache_folder() == tmp_path
 
 
 def test_devices_are_called_as_their_makers_call_them(monkeypatch):

@@ -3,7 +3,14 @@
 import pytest
 
 from hethub.predictor.cost.links import Network
-from hethub.runtime.measure.speed_classes import combine, keep_forbidden, seconds_per_sample, speed_classes, tell_apart
+from hethub.runtime.measure.speed_classes import (
+    SLOW_MARK,
+    combine,
+    keep_forbidden,
+    seconds_per_sample,
+    speed_classes,
+    tell_apart,
+)
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
 from tests.support.curves import TINY, curve
@@ -59,6 +66,21 @@ def test_a_machine_that_was_split_stays_one_machine(host_memory_gb):
         networks = Network(told), Network(cluster)
         assert len({each.all_reduce(each.group(ranks), 1e8, each.sharing(each.group(ranks))) for each in networks}) == 1
     assert ClusterSpec.model_validate(told.to_dict()) == told
+
+
+@pytest.mark.parametrize("parts", ["measured", "written"])
+def test_a_machine_that_is_in_parts_already_stays_one_machine(parts):
+    """Each part became a machine: where a rank of those told apart turned out slow, say, messages inside the machine counted as
+    the network's, and its host memory twice."""
+    node = {**NODE, "accelerator": "L4", "accelerators": 4, "gbps_per_nic": 10, "host_memory_gb": 100.0}
+    whole = ClusterSpec.model_validate({"name": "one", "nodes": [node]})
+    written = [{**node, "name": name, "accelerators": 2, "part_of": "box"} for name in ("left", "right")]
+    before = {"measured": tell_apart(whole, [0, 0, 1, 1]), "written": ClusterSpec(name="parts", nodes=tuple(written))}
+    told = tell_apart(before[parts], [0, 1, 0, 0], SLOW_MARK)
+    assert [(p.machine, p.local) for p in told.places] == [(p.machine, p.local) for p in whole.places]
+    assert [each.host_memory_bytes for each in told.machines] == [each.host_memory_bytes for each in whole.machines]
+    assert Network(told).path(0, 3) == Network(whole).path(0, 3)
+    assert told.places[1].accelerator.name == "L4!1"
 
 
 def test_parts_of_a_machine_have_it_in_common():
