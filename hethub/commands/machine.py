@@ -57,7 +57,7 @@ def _add_launch(commands: Any) -> None:
 def launch(options: argparse.Namespace) -> int:
     from hethub.report.tables import makers_not_started
     from hethub.runtime.launch.launcher_command import launch_commands, run_here
-    from hethub.runtime.run_folder import AUTO, has_finished, metrics_written
+    from hethub.runtime.run_folder import AUTO, has_finished, logs_written
     from hethub.spec.job import load_job
 
     job = load_job(options.job, options.set)
@@ -79,9 +79,9 @@ def launch(options: argparse.Namespace) -> int:
     if options.dry_run:
         print("\n".join(map(str, starts)))
         return 0
-    before = metrics_written(job, options.run_dir, options.resume)
+    before = logs_written(job, options.run_dir, options.resume)
     code, asked = run_here(starts)
-    now = metrics_written(job, options.run_dir, options.resume)
+    now = logs_written(job, options.run_dir, options.resume)
     # `mpirun --continuous` (Open MPI 5.0) ends with 0 where signals have killed all of its ranks.
     silent = code < 0 or (code == 0 and options.launcher == "mpirun" and not has_finished(job, before, now))
     if not silent and code in (0, _REFUSED, STOPPED, AGAIN):

@@ -385,14 +385,15 @@ def default_run_folder(job_path: Path) -> Path:
     return Path("runs") / f"{job_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def metrics_written(job: Job, run_dir: Path | None, resume: Path | None) -> dict[Path, int]:
-    """The metrics of every run folder that a start may write to, and when they were last written, in nanoseconds."""
+def logs_written(job: Job, run_dir: Path | None, resume: Path | None) -> dict[Path, int]:
+    """The log of every run folder that a start may write to, and when it was last written, in nanoseconds."""
     named = [run_and_step(path)[0] for path in (run_dir, resume) if path is not None and path != AUTO]
-    files = [RunFolder(folder).metrics for folder in named or run_folders(job.path)]
+    files = [folder / "log.txt" for folder in named or run_folders(job.path)]
     return {file: file.stat().st_mtime_ns for file in files if file.exists()}
 
 
 def has_finished(job: Job, before: Mapping[Path, int], now: Mapping[Path, int]) -> bool:
-    """Whether a run that wrote metrics since `before` has come to the job's last step."""
+    """Whether a run that wrote its log since `before` has come to the job's last step, perhaps before that: then it has
+    written a log and no metrics."""
     runs = [RunFolder(file.parent).rows() for file, time in now.items() if before.get(file) != time]
     return any(rows and rows[-1]["step"] >= job.spec.train.steps for rows in runs)
