@@ -126,7 +126,7 @@ def plan(options: argparse.Namespace) -> None:
         written.append(options.out)
     if folder is not None:
         written += save_alone(result.homogeneous_parts, planned_for(job), folder)
-    assumed = assumed_speeds(cluster, result.plan.precision, profile)
+    assumed = assumed_speeds(cluster, result.plan.precision, profile, result.plan.ranks)
     if options.json:
         reasons = not_trained(result.plan, model, cluster)
         print_json({**result.to_dict(), "assumed_speeds": assumed, "not_trained": reasons})
@@ -206,7 +206,7 @@ def _give(
         from hethub.report.explanation import save_alone
 
         written += save_alone(chosen.homogeneous_parts or (), job, options.alone)
-    assumed = assumed_speeds(job.cluster, chosen.plan.precision, profile)
+    assumed = assumed_speeds(job.cluster, chosen.plan.precision, profile, chosen.plan.ranks)
     if options.json:
         alone = [each.to_dict() for each in chosen.homogeneous_parts or ()]
         print_json(

@@ -162,7 +162,7 @@ def side_of_layout(layout: Layout, compiles: bool | None, reserve: float, profil
     keys |= {"job.compile": (compiles, str(compiles)), "job.reserve": (reserve, str(reserve))}
     found = predict(layout, reserve=reserve, profile=profile, software=hethub_software(compiles))
     most, short = max(entry.bytes for entry in found.memory), shortage(layout, found.memory, reserve)
-    assumed = assumed_speeds(layout.cluster, layout.plan.precision, profile)
+    assumed = assumed_speeds(layout.cluster, layout.plan.precision, profile, layout.plan.ranks)
     return Side(keys, found.step_seconds, found.breakdown, most, short, found.tokens_per_second, tuple(assumed))
 
 

@@ -111,8 +111,9 @@ def write_page(
     memory, kept free."""
     prediction = predict(layout, reserve=reserve, with_timeline=True, profile=profile, software=software)
     prediction = with_staging(prediction, layout, profile, software)
+    assumed = assumed_speeds(layout.cluster, layout.plan.precision, profile, layout.plan.ranks)
     sections = [
-        _summary(layout, prediction, measured, assumed_speeds(layout.cluster, layout.plan.precision, profile)),
+        _summary(layout, prediction, measured, assumed),
         section("Cluster", _cluster(layout)),
         section("Plan", _plan(layout)),
         section("One step", _timeline(layout, prediction, measured)),

@@ -123,13 +123,15 @@ class RunClaim:
 
 
 def started_ticks(pid: int) -> int | None:
-    """When a process of this host began, in clock ticks since the boot; None where there is none. Numbers of processes
-    are used again, a number with its start is not."""
+    """When a process of this host began, in clock ticks since the boot; None where there is none, or one that has ended
+    and that nobody has waited for, as in a container whose first process waits for none. Numbers of processes are used
+    again, a number with its start is not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    return int(stat.rpartition(b")")[2].split()[19])  # the 22nd field; the second, the name, may hold spaces
+    state, *fields = stat.rpartition(b")")[2].split()  # behind the second field, the name, which may hold spaces
+    return None if state == b"Z" else int(fields[18])  # the 22nd
 
 
 def _owner(descriptor: int) -> str:

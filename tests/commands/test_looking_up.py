@@ -157,6 +157,21 @@ def test_init_continue_goes_on_from_a_folder(tmp_path, capsys):
     assert "--model HF_DIR" in capsys.readouterr().err
 
 
+def test_a_speed_that_is_assumed_says_nothing_of_a_plan_that_leaves_it_unused(tmp_path, capsys):
+    """The same plan without the CPU node had an interval; with it, times were said to be several times off."""
+    gpus = {"name": "gpus", "accelerator": "H100-SXM5-80GB", "accelerators": 2}
+    cpus = {"name": "cpus", "accelerator": "CPU-core", "accelerators": 2}
+    halves = [{"layers": [[0, 4]], "replicas": [{"ranks": [0, 1], "micro_batch": 4, "samples": 8}]}]
+    job = write_job(tmp_path, cluster={"nodes": [gpus, cpus]}, plan_file=plan_dict(halves, unused=[2, 3]))
+    said = printed(capsys, "predict", job)
+    assert "(80 %: " in said
+    assert "is assumed" not in said
+    assert json.loads(printed(capsys, "predict", job, "--json"))["assumed_speeds"] == []
+    cpus["accelerator"] = "H100-SXM5-80GB"
+    write_job(tmp_path, cluster={"nodes": [gpus, cpus]}, plan_file=plan_dict(halves, unused=[2, 3]))
+    assert re.search("80 %: [^)]+", printed(capsys, "predict", job))[0] in said
+
+
 def test_a_speed_that_is_assumed_is_said(tmp_path, capsys):
     job = write_job(tmp_path)
     assert "the speed of CPU-core is assumed, not measured" in printed(capsys, "predict", job)

@@ -209,10 +209,13 @@ def profile_of(
     return profile
 
 
-def assumed_speeds(cluster: ClusterSpec, precision: Precision, profile: ProfileSpec | None) -> list[str]:
+def assumed_speeds(
+    cluster: ClusterSpec, precision: Precision, profile: ProfileSpec | None, ranks: Sequence[int] | None = None
+) -> list[str]:
     """The accelerators whose speed nobody has looked up or measured: the catalogue assumes it, and so no profile
-    corrects it."""
-    devices = {node.device.name: node.device for node in cluster.nodes}
+    corrects it. Of all, or of the `ranks` on which a step hangs."""
+    places = cluster.places if ranks is None else [cluster.places[rank] for rank in ranks]
+    devices = {place.accelerator.name: place.accelerator for place in places}
     return [
         name
         for name, device in devices.items()

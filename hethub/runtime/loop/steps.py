@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from hethub.communicator import World
-from hethub.predictor.cost.profile import ProfileSpec, assumed_speeds
+from hethub.predictor.cost.profile import assumed_speeds
 from hethub.predictor.pipeline.timeline import Span
 from hethub.runtime.checkpoint import CheckpointManager
 from hethub.runtime.emulate.pace import kept_pace
@@ -27,8 +27,6 @@ from hethub.runtime.metrics import StepMetrics, perplexity
 from hethub.runtime.pace import Pace, StepPace
 from hethub.runtime.run_folder import SETTLING_STEPS, RunFolder
 from hethub.runtime.sinks import Sinks, StepProfiler
-from hethub.spec.accelerator import Precision
-from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import RunFailed, after_writing
 from hethub.spec.job import Job, LogSpec
 from hethub.spec.layout.bind import Layout, bind
@@ -60,9 +58,8 @@ class RunSummary(Ended):
     spans: list[Span] = field(repr=False)
 
 
-def assumed_note(cluster: ClusterSpec, precision: Precision, profile: ProfileSpec | None = None) -> list[str]:
+def assumed_note(assumed: Sequence[str]) -> list[str]:
     """What is to be said beside a prediction that rests on accelerators of unknown speed."""
-    assumed = assumed_speeds(cluster, precision, profile)
     return [f"the speed of {', '.join(assumed)} is assumed, not measured (hethub profile)"] if assumed else []
 
 
@@ -296,7 +293,8 @@ class TrainingLoop(StepLoop):
         )
         predicted = f"predicted {prediction['step_seconds']:.4g} s a step"
         lines = [f"plan ({prediction['strategy']}), schedule {plan.schedule}: {stages}", predicted]
-        lines += assumed_note(self.planned.layout.cluster, plan.precision, self.planned.profile)
+        cluster, profile = self.planned.layout.cluster, self.planned.profile
+        lines += assumed_note(assumed_speeds(cluster, plan.precision, profile, plan.ranks))
         if self.trainer.pace.time_scale is not None:
             lines.append(f"emulated on CPUs: every emulated second takes {self.trainer.pace.time_scale:g} real ones")
         return lines

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from hethub.communicator import Rendezvous, World
 from hethub.kernels.device import Device
+from hethub.predictor.cost.profile import assumed_speeds
 from hethub.runtime.checkpoint.manager import CheckpointFolder
 from hethub.runtime.data import Dataset
 from hethub.runtime.going_on import folder_to_resume
@@ -330,7 +331,7 @@ class _Loop(StepLoop):
         program = self._planned.plan.program
         lines = [f"program (hap) for {program.ranks} ranks: {len(program.operators)} operators"]
         lines.append(f"predicted {program.predicted_seconds:.4g} s a step")
-        lines += assumed_note(self._agreed.cluster, self._planned.plan.precision)
+        lines += assumed_note(assumed_speeds(self._agreed.cluster, self._planned.plan.precision, None))
         if self._agreed.cluster.emulated:
             lines.append("the cluster is emulated; programs run at this machine's own speed, so times will differ")
         return lines

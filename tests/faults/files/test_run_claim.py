@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hethub.runtime.run_claim import OWNER, RunClaim
+from hethub.runtime.run_claim import OWNER, RunClaim, started_ticks
 from hethub.spec.errors import BadInput, RunFailed
 
 HOLD = """
@@ -157,3 +157,14 @@ def test_a_file_in_the_place_of_a_run_folder_is_called_one(tmp_path: Path) -> No
     ):
         RunClaim().take(tmp_path / "file")
     assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are looked up in /proc")
+def test_a_process_that_ended_is_gone_before_anybody_waits_for_it():
+    """`hethub watch` said that it runs, for ever in a container whose first process waits for none."""
+    child = subprocess.Popen(["sleep", "0"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays to be waited for
+    assert Path(f"/proc/{child.pid}/stat").exists()
+    assert started_ticks(child.pid) is None
+    assert started_ticks(os.getpid()) is not None
+    child.wait()

@@ -1,12 +1,14 @@
 """`hethub launch` starts a job for real; while it runs, its ranks listen on loopback only."""
 
 import json
+import os
 
 import pytest
 
 import hethub
 from hethub.cli import run
 from hethub.runtime.launch import launcher_command
+from hethub.runtime.run_folder import RunFolder
 from tests.support.command import AS_ROOT, HANG_SECONDS, HETHUB, Running, needs_mpirun
 from tests.support.hosts.sockets import listening_addresses
 from tests.support.job_files import MODEL, plan, write_job, write_pair_job, write_yaml
@@ -159,6 +161,28 @@ def test_a_run_that_has_come_to_its_end_is_no_job_that_was_killed(tmp_path):
         ended = Running([HETHUB, "launch", job, "--resume", "auto"], tmp_path, AS_ROOT).end(HANG_SECONDS)
         assert ended.exit_code == 0, ended.stderr
         assert ("steps are trained already" in ended.stdout) == already
+
+
+def test_a_run_that_has_nothing_left_to_train_has_not_been_killed(tmp_path, monkeypatch, capsys):
+    """Its start wrote a log and no metrics, and ended with 75: a batch script would have started it again for ever."""
+    monkeypatch.chdir(tmp_path)
+    write_pair_job(tmp_path)
+    found = RunFolder(tmp_path / "runs" / "job-20260101-120000")
+    found.path.mkdir(parents=True)
+    found.log("step 4/4")
+    found.metrics.write_text(json.dumps({"step": 4, "loss": 3.0, "step_seconds": 0.1}) + "\n")
+    os.utime(found.path / "log.txt", (0, 0))
+
+    def nothing_left(_: object) -> tuple[int, bool]:
+        found.log("all 4 steps are trained already; raise train.steps to go on")
+        return 0, False
+
+    monkeypatch.setattr(launcher_command, "run_here", nothing_left)
+    assert run(["launch", "job.yaml", "--resume", "auto"]) == 0
+    assert run(["launch", "job.yaml", "--resume", "auto", "--set", "train.steps=5"]) == 75
+    monkeypatch.setattr(launcher_command, "run_here", lambda _: (0, False))  # killed before it wrote anything
+    assert run(["launch", "job.yaml", "--resume", "auto"]) == 75
+    assert capsys.readouterr().err.count("ended before its last step") == 2
 
 
 def test_a_launcher_that_is_not_here_is_refused(tmp_path):
