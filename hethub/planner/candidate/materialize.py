@@ -80,20 +80,18 @@ def _divided(candidate: Candidate, index: int, assigned: Assigned, problem: Prob
 def plan_of(
     problem: Problem, schedule: ScheduleName, layers: Sequence[int], stages: Iterable[StageChoice], chunks: int = 1
 ) -> PlanSpec:
-    """The plan of stages of so many layers. A single replica has nothing to shard; a stage over islands shards its
-    optimizer state at least."""
+    """The plan of stages of so many layers."""
     return problem.plan(schedule, map(partial(_stage_spec, problem), chunked(layers, chunks), stages))
 
 
 def _stage_spec(problem: Problem, layers: tuple[tuple[int, int], ...], own: StageChoice) -> StageSpec:
-    islands = {problem.device_types[replica.unit.device_type].island for replica in own.replicas}
-    zero = 0 if len(own.replicas) == 1 else max(own.zero, 1 if len(islands) > 1 else 0)
+    device_types = {replica.unit.device_type for replica in own.replicas}
     return StageSpec(
         layers=layers,
         replicas=tuple(
             _replica_spec(r.unit.ranks, min(r.micro_batch, r.samples), r.samples, r.held) for r in own.replicas
         ),
-        zero=zero,
+        zero=problem.zero_of(own.zero, device_types, len(own.replicas)),
         recompute=own.recompute,
         state_shares=dict(own.state_shares),
         offload=own.offload,

@@ -98,12 +98,11 @@ def cuts_of(problem: Problem) -> Cuts:
 
 
 def levels(problem: Problem, units: Units) -> tuple[int, ...]:
-    """A stage's ZeRO levels: a single replica has nothing to shard, a stage over islands shards its optimizer state at
-    least."""
+    """A stage's ZeRO levels."""
     if len(units) == 1:
         return (0,)
-    islands = {problem.device_types[unit.device_type].island for unit in units}
-    return tuple(level for level in LEVELS if level in problem.zeros and (level or len(islands) == 1))
+    least = problem.zero_of(0, {unit.device_type for unit in units}, len(units))
+    return tuple(level for level in LEVELS if level in problem.zeros and level >= least)
 
 
 def recomputes_under(schedule: ScheduleName, problem: Problem) -> list[Recompute]:

@@ -194,6 +194,12 @@ class Problem:
         chosen = self.constraints.zero
         return ZEROS if chosen is None else (chosen,)
 
+    def zero_of(self, wanted: int, device_types: Iterable[int], replicas: int) -> int:
+        """The ZeRO level of a stage that asks for one: a single replica has nothing to shard, a stage over islands shards its
+        optimizer state at least."""
+        islands = {self.device_types[device_type].island for device_type in device_types}
+        return 0 if replicas == 1 else max(wanted, int(len(islands) > 1))
+
     def plan(self, schedule: ScheduleName, stages: Iterable[StageSpec]) -> PlanSpec:
         """The plan of these stages for this model, cluster and batch; the ranks of none of them are unused."""
         stages = tuple(stages)
