@@ -224,8 +224,8 @@ def known_cluster(job: "Job") -> "ClusterSpec":
     """The job's cluster. Raises BadInput where only the ranks of a run could tell it."""
     if job.cluster is None:
         raise BadInput(
-            f"{job.path}: cluster is `detect`, which only the ranks of a run can answer; name a cluster file there "
-            "(with --set cluster=FILE, where the command takes --set)."
+            f"{job.path}: cluster is `detect`, which only the ranks of a run can answer (hethub train, alone or under "
+            "mpirun, takes it); name a cluster file there (with --set cluster=FILE, where the command takes --set)."
         )
     return job.cluster
 

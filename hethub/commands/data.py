@@ -25,9 +25,11 @@ def _add_tokenise(commands: Any) -> None:
         "Turns text into a token file that jobs read with `source: tokens`.",
         "hethub tokenise corpus/ --tokenizer tokenizer.json --out corpus.bin",
     )
-    parser.add_argument("text", type=path, nargs="+", metavar="TEXT", help="files or folders (.jsonl: the key `text`)")
+    parser.add_argument("text", type=path, nargs="+", metavar="TEXT", help="files or folders of text and .jsonl")
     parser.add_argument("--tokenizer", required=True, metavar="FILE", help="a tokenizer.json, or `bytes`")
     parser.add_argument("--out", type=path, required=True, metavar="FILE", help="the token file to write")
+    text = "of a .jsonl line, where its text stands, as `text:` of a job has it (default: text)"
+    parser.add_argument("--key", default="text", metavar="KEY", help=text)
 
 
 def tokenise(options: argparse.Namespace) -> None:
@@ -35,7 +37,7 @@ def tokenise(options: argparse.Namespace) -> None:
 
     check_writable(options.out)
     _take_half_written_along()
-    print(make_tokens(options.text, options.tokenizer, options.out))
+    print(make_tokens(options.text, options.tokenizer, options.out, key=options.key))
 
 
 def _add_export(commands: Any) -> None:

@@ -59,10 +59,12 @@ def tokenise_data(spec: DataSpec, base: Path, cache: Path, *, progress: bool) ->
             keep(source, cache, advance, waits if progress else lambda: None)
 
 
-def tokenise(paths: Sequence[Path], tokenizer: str, out: Path, progress: bool = True) -> TokeniseSummary:
+def tokenise(
+    paths: Sequence[Path], tokenizer: str, out: Path, progress: bool = True, *, key: str = "text"
+) -> TokeniseSummary:
     """Writes the token file `out` for `data.source: tokens` and returns what is in it.
 
-    `paths` are text files (one document each), JSON Lines files (*.jsonl: one document per line, key `text`) and
+    `paths` are text files (one document each), JSON Lines files (*.jsonl: one document per line, under `key`) and
     folders of both; `tokenizer` is `bytes` or a tokenizer.json. Raises BadInput, RunFailed where the disk fails; in
     both cases `out` is left as it was.
     """
@@ -72,7 +74,7 @@ def tokenise(paths: Sequence[Path], tokenizer: str, out: Path, progress: bool = 
     loaded = load_tokenizer(tokenizer, Path())
     text_bytes = sum(file.stat().st_size for file in files)
     with token_file_writer(out, loaded) as writer, _shown(text_bytes, progress) as advance:
-        for batch in encode_stream(_counted(_mixed(files), advance), loaded):
+        for batch in encode_stream(_counted(_mixed(files, key), advance), loaded):
             writer.append(batch)
         if writer.num_tokens == 0:
             raise BadInput(empty(", ".join(map(str, paths))))
@@ -97,9 +99,9 @@ def _check_out(out: Path, files: list[Path]) -> None:
         raise BadInput(f"--out {out} is one of the texts to read and would be overwritten. Choose another name.")
 
 
-def _mixed(files: list[Path]) -> Iterator[Piece]:
+def _mixed(files: list[Path], key: str) -> Iterator[Piece]:
     for file in files:
-        yield from pieces([file], "jsonl" if file.suffix == ".jsonl" else "text")
+        yield from pieces([file], "jsonl" if file.suffix == ".jsonl" else "text", key)
 
 
 def _counted(texts: Iterator[Piece], advance: Advance) -> Iterator[Piece]:

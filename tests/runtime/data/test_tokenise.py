@@ -68,6 +68,15 @@ def test_texts_and_jsonl_become_one_mapped_stream(texts: Path, tmp_path: Path) -
     assert sorted(p.name for p in tmp_path.iterdir()) == ["texts", "tokens.bin"], "no temporary file stays"
 
 
+def test_lines_keep_their_text_under_any_key(texts: Path, tmp_path: Path) -> None:
+    (texts / "b.jsonl").write_text('{"content": "second"}\n{"content": "third"}\n')
+    out = tmp_path / "tokens.bin"
+    asked = ["tokenise", str(texts), "--tokenizer", "bytes", "--out", str(out)]
+    assert run(asked) == 2
+    assert run([*asked, "--key", "content"]) == 0
+    assert opened(out).streams[0].tokens.tolist() == [*b"first", END, *b"second", END, *b"third", END]
+
+
 def test_a_token_file_draws_the_batches_of_its_text(texts: Path, token_file: Path) -> None:
     text = DataSpec(source="text", path="a.txt")
     tokenise([texts / "a.txt"], "bytes", token_file, progress=False)
@@ -92,7 +101,7 @@ def test_a_failure_leaves_the_old_file_and_no_half_one(
 ) -> None:
     before = token_file.read_bytes()
 
-    def interrupted(files: list[Path]) -> Iterator[Piece]:
+    def interrupted(files: list[Path], key: str) -> Iterator[Piece]:
         yield Piece("some text", True, 9)
         raise KeyboardInterrupt
 
@@ -109,7 +118,7 @@ def test_a_failure_leaves_the_old_file_and_no_half_one(
 def test_an_end_that_is_asked_for_leaves_no_half_file(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ended(files: list[Path]) -> Iterator[Piece]:
+    def ended(files: list[Path], key: str) -> Iterator[Piece]:
         yield Piece("some text", True, 9)
         os.kill(os.getpid(), signal.SIGTERM)
         yield Piece("more text", True, 9)
