@@ -288,8 +288,8 @@ def _is_right(device: torch.device, dtype: torch.dtype, head_dim: int, window: i
     """Whether `_varlen` and its gradients are there what `_windowed` gives in at least fp32, but for rounding."""
     documents = Documents(sizes=(3, 2), starts=torch.tensor([0, 3, 5], dtype=torch.int32).to(device))
     shapes = [(5, heads, head_dim) for heads in (2, 1, 1)]
-    drawn = [torch.arange(prod(shape), device=device).add(turn).sin().view(shape) for turn, shape in enumerate(shapes)]
-    query, key, value = (values.to(dtype).requires_grad_() for values in drawn)
+    drawn = [torch.arange(prod(shape)).add(turn).sin().view(shape) for turn, shape in enumerate(shapes)]
+    query, key, value = (values.to(device, dtype).requires_grad_() for values in drawn)
     found = _varlen(query, key, value, documents, window)
     wide = [values.to(torch.promote_types(dtype, torch.float32)) for values in (query, key, value)]
     each = zip(*(values.unsqueeze(0).split(documents.sizes, 1) for values in wide), strict=True)
