@@ -86,6 +86,7 @@ def is_first_rank(environment: Mapping[str, str] = os.environ) -> bool:
 
 ASKED_TO_END = "it was asked to (SIGUSR1) before its first step: there is nothing to save, start it again"
 _LINGER_SECONDS = 2.0  # as the watch: mpirun kills who is left when half of the ranks have gone
+_WORD_SECONDS = 20.0  # for the first rank's, whose handler waits for the C code that it came upon; mpirun ends who still waits
 
 
 def end_unmet(number: int, frame: FrameType | None) -> NoReturn:
@@ -96,7 +97,7 @@ def end_unmet(number: int, frame: FrameType | None) -> NoReturn:
         with suppress(OSError):  # who read stderr may be gone too
             os.write(2, f"hethub: rank 0 ends because {ASKED_TO_END}.\n".encode())
     if is_under_open_mpi():
-        time.sleep(_LINGER_SECONDS)
+        time.sleep(_LINGER_SECONDS if is_first_rank() else _WORD_SECONDS)
     os._exit(1)
 
 

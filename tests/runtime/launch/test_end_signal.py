@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from hethub.runtime.launch.end_signal import EndSignal
 from hethub.runtime.loop.stop_signal import StopSignal
-from tests.support.command import HETHUB, Running
+from tests.support.command import AS_ROOT, HETHUB, MPIRUN, Running, needs_mpirun
 from tests.support.ranks import start_ranks, values
 
 
@@ -85,3 +85,30 @@ def test_a_signal_while_torch_is_imported_is_heard(tmp_path):
     assert ended.exit_code == 1
     said = "hethub: rank 0 ends because it was asked to (SIGUSR1) before its first step: there is nothing to save, start it again."
     assert ended.stderr.splitlines() == [said]
+
+
+@needs_mpirun
+def test_the_first_rank_says_its_word_though_others_hear_the_signal_first(tmp_path):
+    """Whose handler waits for C code, as of an import: mpirun ended it because another rank had gone, and nobody said a word."""
+    slow = [MPIRUN, "-n", "2", sys.executable, "-c", SIGNALLED]
+    ended = Running(slow, tmp_path, AS_ROOT).end()
+    assert ended.stderr.count("hethub: rank 0 ends because it was asked to (SIGUSR1) before its first step") == 1, (
+        ended.stderr
+    )
+
+
+SIGNALLED = """
+import hashlib, os, signal, time
+from hethub.runtime.launch.launcher_environment import end_unmet, launch_info
+rank, begun = launch_info().rank, time.perf_counter()
+hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+often = int(5 / (time.perf_counter() - begun))
+signal.signal(signal.SIGUSR1, end_unmet)
+if os.fork() == 0:  # asks in the middle of what the rank does
+    time.sleep(0.5)
+    os.kill(os.getppid(), signal.SIGUSR1)
+    os._exit(0)
+if rank == 0:
+    hashlib.pbkdf2_hmac("sha256", b"", b"", often * 100_000)  # one call of five seconds
+time.sleep(60)
+"""
