@@ -10,17 +10,7 @@ import torch.nn as nn
 
 from hethub.spec.errors import BadInput
 from hethub.synthesis.capture.trace import trace
-from hethub.synthesis.costs import (
-    Collective,
-    Costs,
-    Linear,
-    Model,
-    Shares,
-    move_cost,
-    precision_of,
-    rank_seconds,
-    work,
-)
+from hethub.synthesis.costs import Collective, Costs, Linear, Model, Shares, move_cost, precision_of, rank_seconds, work
 from hethub.synthesis.planning import baselines, plan_graph, pose
 from hethub.synthesis.program import Execution, Living
 from hethub.synthesis.ratios import alternate, by_speed, even, fit, rounded
@@ -180,6 +170,7 @@ def test_no_baseline_is_faster(gbytes: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # three minutes of one core
 @pytest.mark.parametrize("gbytes", [1e-6, 3e-6, 1e-5, 1e-4, 1.0])
 def test_turns_of_search_and_ratios_come_within_a_hundredth_of_the_best_of_all_programs_and_shares(
     gbytes: float,

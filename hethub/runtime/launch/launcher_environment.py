@@ -86,7 +86,8 @@ def is_first_rank(environment: Mapping[str, str] = os.environ) -> bool:
 
 ASKED_TO_END = "it was asked to (SIGUSR1) before its first step: there is nothing to save, start it again"
 _LINGER_SECONDS = 2.0  # as the watch: mpirun kills who is left when half of the ranks have gone
-_WORD_SECONDS = 20.0  # for the first rank's, whose handler waits for the C code that it came upon; mpirun ends who still waits
+# For the first rank's word, whose handler waits for the C code that it came upon; then mpirun ends who still waits.
+_WORD_SECONDS = 20.0
 
 
 def end_unmet(number: int, frame: FrameType | None) -> NoReturn:
