@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "planner": {"predictor", "spec"},
     "capacity": {"predictor", "spec"},
     "kernels": {"spec"},
-    "synthesis": {"communicator", "predictor", "spec"},
+    "synthesis": {"communicator", "kernels", "predictor", "spec"},
     "communicator": {"kernels", "spec"},
     "runtime": {"planner", "synthesis", "predictor", "communicator", "kernels", "spec"},
     "report": {"runtime", "capacity", "planner", "predictor", "spec"},

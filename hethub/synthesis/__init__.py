@@ -1,7 +1,7 @@
 """Programs for any model: a PyTorch module is cut over unlike accelerators, proved best under its cost (HAP).
 
 Start reading: planning.py, then capture/, rules.py, search.py, ratios.py and lower.py.
-May import: spec, predictor, communicator.
+May import: spec, predictor, communicator, kernels.
 """
 
 from collections.abc import Sequence

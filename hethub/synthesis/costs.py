@@ -25,6 +25,13 @@ Shares = tuple[tuple[int, ...], ...]  # per axis, the atoms of each rank
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "padded all-gather", "all-to-all"]
 # Read as much of their first input as they make.
 LOOKUPS = ("embedding.default", "gather.default", "index.Tensor", "index_select.default")
+# Make what they make of a shape alone.
+FILLS = (
+    "empty_like.default", "full_like.default", "ones_like.default", "zeros_like.default", "new_full.default", "new_zeros.default",
+)  # fmt: skip
+# Causal attention leaves out what lies behind the block of keys that a query is in. Measured of PyTorch's kernel: 0.76 of the
+# whole time for 1024 keys, 0.64 for 2048, 0.55 to 0.62 for 4096.
+KEYS_AT_ONCE = 512
 _PRECISIONS: dict[torch.dtype, Precision] = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 }  # fmt: skip
@@ -155,7 +162,7 @@ def work(graph: Graph, operator: Operator, *, write_allocate: bool = False) -> W
     allocated = made if write_allocate else 0
     if products := _products(graph, operator):
         return Work.of(products, width, 0.0, 0.0, 1, fused_bytes=float(allocated))
-    read = operator.inputs[1:] if name in LOOKUPS else operator.inputs
+    read = () if name in FILLS else operator.inputs[1:] if name in LOOKUPS else operator.inputs
     moved = sum(graph.tensors[t].num_bytes for t in dict.fromkeys(read)) + made * (2 if name in LOOKUPS else 1)
     return Work.of((), width, 0.0, 0.0, 1, fused_bytes=float(moved + allocated))
 
@@ -179,7 +186,9 @@ def _products(graph: Graph, operator: Operator) -> tuple[Product, ...]:
         return (once,) * sum(part is not None for part in operator.outputs[:2])
     if "scaled_dot_product" in name:
         query, key = (shapes[0], shapes[1]) if "backward" not in name else (shapes[1], shapes[2])
-        scores = Product(query[2], key[2], query[3], query[0] * query[1])
+        is_causal = argument_of(operator.target, operator.args, operator.kwargs, "is_causal", False)
+        seen = (key[2] + min(key[2], KEYS_AT_ONCE)) / 2 if is_causal else key[2]
+        scores = Product(query[2], seen, query[3], query[0] * query[1])
         return (scores,) * (5 if "backward" in name else 2)
     return ()
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from hethub.kernels.squares import sum_of_squares
 from hethub.spec.errors import BadInput
 from hethub.synthesis.costs import Move
 from hethub.synthesis.graph import Graph, as_traced, fingerprint, tensors_of
@@ -283,11 +284,12 @@ class Step:
 
     def square_sum(self) -> float:
         """Of the gradients that this rank counts: its pieces, and on the first rank what every rank has whole."""
-        total = torch.zeros((), dtype=torch.float64)
-        for name, shard in self._shards.items():
-            if shard.grad is not None and (self._exchange.rank == 0 or not self.is_whole(name)):
-                total += torch.linalg.vector_norm(shard.grad).double().square().cpu()
-        return float(total)
+        counted = [
+            shard.grad.flatten()
+            for name, shard in self._shards.items()
+            if shard.grad is not None and (self._exchange.rank == 0 or not self.is_whole(name))
+        ]
+        return float(sum_of_squares(counted)) if counted else 0.0
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> float:

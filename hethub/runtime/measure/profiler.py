@@ -13,6 +13,7 @@ import hethub
 from hethub.communicator import World
 from hethub.kernels.bodies import compiles_on
 from hethub.kernels.device import Clock, Device, Stamp
+from hethub.kernels.squares import sum_of_squares
 from hethub.predictor.cost.profile import DeviceProfile, LayerTiming, PartTiming, ProfileSpec, merge
 from hethub.runtime.measure.link_profiler import measure_links
 from hethub.runtime.model.initial import initialise
@@ -20,7 +21,7 @@ from hethub.runtime.model.layers import Documents, rms_norm
 from hethub.runtime.model.loss import head_loss
 from hethub.runtime.model.stage import MicrobatchInput, Stage
 from hethub.runtime.model.tensor_parallel import TensorGroup, embed
-from hethub.runtime.state.optimizer import fused_adamw, sum_of_squares
+from hethub.runtime.state.optimizer import fused_adamw
 from hethub.runtime.state.storage import DTYPES, FlatStorage
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec

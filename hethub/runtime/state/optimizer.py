@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from hethub.kernels.squares import sum_of_squares
 from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.memory.host_arena import Copy, Fetch, HostArena
 from hethub.runtime.state.learning_rate import Schedule
@@ -18,10 +19,6 @@ from hethub.spec.job import TrainSpec
 from hethub.spec.layout.state import Bucket, brought_elements
 from hethub.spec.layout.tensors import TensorInfo
 from hethub.spec.ranges import Range, from_sizes
-
-# A CPU's kernel adds a whole tensor's squares one after the other in each lane of a vector: of 2^27 elements it loses 1.4 %
-# of the norm. A device's adds in parts by itself.
-_SUMMED_IN_FP32 = 1 << 14
 
 
 def fused_adamw(
@@ -53,16 +50,6 @@ def fused_adamw(
         weight_decay=train.weight_decay * decays,
         eps=train.eps,
     )
-
-
-def sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """Of all their elements, 0-d in fp64; in a few launches, however many they are: a device waits for them at each step's
-    end. On CPUs the squares of parts are added in their order, whatever the width of the machine's vectors; of a device torch
-    refuses running sums where algorithms are to be deterministic."""
-    on_cpu = tensors[0].device.type == "cpu"
-    parts = [part for tensor in tensors for part in tensor.split(_SUMMED_IN_FP32)] if on_cpu else tensors
-    squares = torch.stack(torch._foreach_norm(parts)).double().square()
-    return squares.cumsum(0)[-1] if on_cpu else squares.sum()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hethub.kernels.squares import sum_of_squares
 from hethub.runtime.loop import batch_loader
 from hethub.runtime.loop.batch_loader import BatchLoader
-from hethub.runtime.state.optimizer import sum_of_squares
 from hethub.spec.ranges import Range
 from hethub.spec.schedule.microbatches import MicrobatchRange
 from tests.support.layouts import Case, build_trainer, random_tokens, replica, stage
