@@ -80,6 +80,12 @@ def _torch() -> list[Finding]:
     return [*found, *_accelerators(build)]
 
 
+_REMEDY_OF_KERNELS = {
+    "nvidia": "install a build that has: V100, P100 and older take the one of CUDA 12.6 (docs/nvidia.md)",
+    "amd": "install a build that has: each ROCm's has cards of its own (docs/amd.md)",
+}
+
+
 def _accelerators(build: str) -> list[Finding]:
     """What torch, of this build, sees, and the library by which its devices communicate."""
     import torch
@@ -100,10 +106,7 @@ def _accelerators(build: str) -> list[Finding]:
     found, remedy = f"{vendor}: {', '.join(names)}", ""
     if without := [name for index, name in enumerate(names) if not _has_kernels(index)]:
         found += f"; this build of torch has no kernels for {', '.join(dict.fromkeys(without))}"
-        state, remedy = (
-            "missing",
-            "install a build that has: V100, P100 and older take the one of CUDA 12.6 (docs/nvidia.md)",
-        )
+        state, remedy = "missing", _REMEDY_OF_KERNELS[vendor]
     return [
         Finding(what=what, state=state, found=found, remedy=remedy),
         Finding(what=library, state="ok", found=version),

@@ -168,6 +168,7 @@ def test_a_card_that_torch_was_not_built_for_is_missing(vendor, built, device, s
     accelerators, library = machine._accelerators("CUDA 13.0")
     assert (accelerators.state, library.state) == (state, "ok")
     assert ("no kernels for card" in accelerators.found) == (state == "missing")
+    assert (f"docs/{vendor}.md" in accelerators.remedy) == (state == "missing")
 
 
 def test_cupy_for_another_driver_than_torchs_is_told(monkeypatch):
