@@ -1,4 +1,5 @@
-"""From a question to an answer: strategy, search, bounds, runners-up, or the reason why no plan fits."""
+"""Answers a planning question: runs the strategy's search and returns the plan with its bounds and runners-up, or says why
+no plan fits."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -34,11 +35,11 @@ from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import ScheduleName
 
-# Up to so many accelerators, plans compared with the fastest over all scenarios.
+# (accelerators at most, how many plans beside the fastest are evaluated under all scenarios)
 LOOKED_AT = ((128, 4), (1024, 2), (float("inf"), 1))
 SEARCHED = ("tp", "pp", "dp", "micro_batch", "max_micro_batch", "schedule", "recompute", "zero", "forbid")
-WIDER = 4  # times as many are looked at in the middle of the scenarios
-ALIKE = 1e-5  # of a step, far less than any prediction resolves
+WIDER = 4  # times as many plans are first compared in the middle scenario alone, which is cheap
+ALIKE = 1e-5  # two steps that differ by less than this fraction count as equal: no prediction resolves it
 
 
 @uncollected()
@@ -56,15 +57,16 @@ def plan(
     software: Software = HETHUB,
     processes: int = 1,
 ) -> PlanResult:
-    """The best plan found for `train` = (global_batch, seq_len, precision), which fits and can be executed. `auto` takes
-    of the fastest plans it found the one with the smallest mean step over the scenarios (`evaluate/outlook.py`), all
-    other strategies the fastest.
+    """Return the best plan found for `train` = (global_batch, seq_len, precision). The plan fits in memory and can be
+    executed. Strategy `auto` chooses, among the fastest plans it found, the one with the smallest mean step over the
+    scenarios (`evaluate/outlook.py`); all other strategies choose the fastest plan.
 
-    `with_bounds` also plans every device type alone, to compare with. `explain` adds every family's own best plan and what
-    binds. What `profile` measured counts instead of estimates. Raises BadInput where the question contradicts itself or no
-    plan fits; the message says by how many bytes on which accelerators, and what would help. With several
-    `processes` the device types are planned beside the whole, and what binds is found for all constraints at once; the plans
-    are the same.
+    `with_bounds` also plans every device type alone, for comparison. `explain` adds the best plan of every family and the
+    constraints that bind. Measurements in `profile` replace estimates. With several `processes` the device types are planned
+    in parallel with the whole cluster, and the binding constraints in parallel with each other; the plans are the same.
+
+    Raises BadInput where the question contradicts itself or no plan fits; the message says how many bytes are missing on
+    which accelerators, and which change would make a plan fit.
     """
     started = time.perf_counter()
     problem = pose(model, cluster, Batch(*train), constraints, profile=profile, software=software)
@@ -97,19 +99,20 @@ def plan(
 
 
 def _fastest(incumbent: Incumbent, strategy: str, explain: bool) -> tuple[Evaluation, dict[str, Evaluation | None]]:
-    """The strategy's fastest plan, and where explained every family's. Raises BadInput where none fits."""
+    """Return the strategy's fastest plan and, with `explain`, the best plan of every family. Raises BadInput where no plan
+    fits."""
     best = find(incumbent, strategy)
     rows = _families(incumbent, strategy) if explain else {}
     if strategy == "auto":
-        best = incumbent.best  # a family's plan, where explaining found a faster one
+        best = incumbent.best  # the families' searches may have found a faster plan
     if best is None:
         raise BadInput(nothing_fits(incumbent, strategy))
     return best, rows
 
 
 def _families(incumbent: Incumbent, strategy: str) -> dict[str, Evaluation | None]:
-    """Every family's best plan, each found by a search of its own; `auto` takes them over, so that it is never
-    slower."""
+    """Return the best plan of every family, each found by a search of its own. Under `auto` the incumbent takes these plans
+    over, so that `auto` is never slower than a family."""
     found = {}
     for name, family in FAMILIES.items():
         own = Incumbent(incumbent.problem, incumbent.costs)
@@ -127,7 +130,7 @@ def _row(name: str, evaluation: Evaluation | None, best: Evaluation) -> FamilyRo
 
 
 def find(incumbent: Incumbent, strategy: str) -> Evaluation | None:
-    """The strategy's best plan, or None where none fits. Raises BadInput for a strategy that is not offered."""
+    """Return the strategy's best plan, or None where none fits. Raises BadInput for an unknown strategy."""
     if strategy == "hap":
         raise BadInput(
             "strategy 'hap' plans operators and not layers: `hethub plan --strategy hap` and a job with plan: hap have it."
@@ -146,8 +149,10 @@ def find(incumbent: Incumbent, strategy: str) -> Evaluation | None:
 
 
 def _is_answered_freely(incumbent: Incumbent) -> bool:
-    """Whether the answer without constraints keeps to those given and so is the answer with them. The plans of that search
-    which keep to them are taken over; under a time limit there is none."""
+    """Search without the constraints first: where that answer satisfies them anyway, it is the answer with them, too.
+
+    Returns whether it does. The incumbent takes over all plans of that search which satisfy the constraints. Under a time
+    limit no such search is made."""
     problem, given = incumbent.problem, incumbent.problem.constraints
     free = problem.with_constraints(given.replace(**{key: getattr(ConstraintsSpec(), key) for key in SEARCHED}))
     if free.constraints == given or incumbent.limit_seconds is not None:
@@ -162,14 +167,14 @@ def _is_answered_freely(incumbent: Incumbent) -> bool:
 
 
 def _steadiest(incumbent: Incumbent, outlooks: Outlooks, fastest: Evaluation) -> Evaluation:
-    """Of the fastest unlike plans the one with the smallest mean over the scenarios. Compared are the fastest and those
-    with the shortest step in the middle of the scenarios, which is hardly ever above the mean."""
+    """Return the plan with the smallest mean step over the scenarios. Candidates are the fastest plan and, among the fastest
+    plans of other shapes, those with the shortest step in the middle scenario, which is hardly ever above the mean."""
     size = incumbent.problem.size
     most = next(number for largest, number in LOOKED_AT if size <= largest)
     chosen, least = fastest, outlooks.of(fastest.plan).objective_seconds
     if incumbent.out_of_time:
         return chosen
-    # In more than ZeRO levels, samples and microbatches in flight.
+    # Plans of one shape differ only in ZeRO levels, samples and microbatches in flight.
     unlike = _first_of_each(incumbent, partial(_shape, incumbent.problem), [fastest])
     near = list(islice(takewhile(lambda own: own.seconds < least, unlike), WIDER * most))
     of_other_ranks = _first_of_each(incumbent, lambda own: own.plan.unused, [fastest, *near])
@@ -185,8 +190,8 @@ def _steadiest(incumbent: Incumbent, outlooks: Outlooks, fastest: Evaluation) ->
 
 
 def _simplest(incumbent: Incumbent, outlooks: Outlooks, chosen: Evaluation, mean: float) -> Evaluation:
-    """A plan that takes as long as the one chosen, as predicted and in the mean, whose stages are cut into the fewest chunks,
-    and which offloads nothing that they have room for."""
+    """Return a simpler plan that takes as long as the chosen one, by its prediction and in the mean: with the fewest chunks
+    per stage, and without offloading what the stages have room for."""
     for others in (_in_fewer_chunks, _offloading_less):
         for own in others(incumbent, chosen):
             if incumbent.out_of_time:
@@ -204,7 +209,7 @@ def _in_fewer_chunks(incumbent: Incumbent, chosen: Evaluation) -> list[Evaluatio
 
 
 def _offloading_less(incumbent: Incumbent, chosen: Evaluation) -> Iterator[Evaluation]:
-    """The plan with offload on those stages alone that do not fit without."""
+    """Yield the chosen plan with offload only on stages that do not fit without it."""
     plan, problem = chosen.plan, incumbent.problem
     if not any(stage.offload for stage in plan.stages):
         return
@@ -225,7 +230,7 @@ def _is_longer(one: Evaluation, other: Evaluation) -> bool:
 def _first_of_each(
     incumbent: Incumbent, sort: Callable[[Evaluation], object], known: Iterable[Evaluation]
 ) -> Iterator[Evaluation]:
-    """The fastest plan of each sort of which none is known, the fastest first."""
+    """Yield the fastest plan of each sort that is not among the `known` plans, the fastest first."""
     seen = set(map(sort, known))
     for evaluation in incumbent.ranked:
         if (own := sort(evaluation)) not in seen:
@@ -234,8 +239,8 @@ def _first_of_each(
 
 
 def _others(incumbent: Incumbent, best: Evaluation, top: int) -> list[Evaluation]:
-    """So many of the plans that are unlike the best one and each other; where it leaves accelerators unused, one that
-    leaves none among them, which tells why."""
+    """Return the `top` fastest plans that look different from the best plan and from each other. Where the best plan leaves
+    accelerators unused, one of them uses all, which shows why."""
     unlike = _first_of_each(incumbent, partial(_shown, incumbent.problem), [best])
     found = list(islice(unlike, top))
     if found and best.plan.unused and all(own.plan.unused for own in found):
@@ -255,7 +260,7 @@ def _runner_up(evaluation: Evaluation, best: Evaluation, outlooks: Outlooks) -> 
 
 
 def _shape(problem: Problem, evaluation: Evaluation) -> tuple[ScheduleName, tuple[tuple[Any, ...], ...]]:
-    """What people call the same plan, whatever micro-batches its candidate asked for beyond a replica's samples."""
+    """Return what makes people call two plans the same: schedule, layers, replicas and recompute of every stage."""
     places = problem.cluster.places
     stages = (
         (
@@ -269,6 +274,6 @@ def _shape(problem: Problem, evaluation: Evaluation) -> tuple[ScheduleName, tupl
 
 
 def _shown(problem: Problem, evaluation: Evaluation) -> object:
-    """What a table of plans shows of one, which is not where its chunks begin."""
+    """Return what a table of plans shows of a plan: the same without the places where its chunks begin."""
     schedule, stages = _shape(problem, evaluation)
     return schedule, tuple((sum(stop - start for start, stop in layers), *rest) for layers, *rest in stages)

@@ -1,4 +1,4 @@
-"""The predictor's answer: how long a step takes, where the time goes, what it needs, and how sure that is."""
+"""Predicts one training step of a plan: its time, where that time goes, the memory of every rank, and an interval."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -20,7 +20,7 @@ from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
 from hethub.spec.ranges import show_ranks
 
-# For one version more; it never was a bound: good mixtures exceed it.
+# Kept for one more version. The old names called this a bound, but good mixtures exceed it.
 OLD_NAMES = {
     "makers_alone_tokens_per_second": "upper_bound_tokens_per_second", "percent_of_makers_alone": "percent_of_upper_bound",
 }  # fmt: skip
@@ -28,7 +28,8 @@ OLD_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One step of a plan. Percent figures are percents; `breakdown` sums to `step_seconds`."""
+    """The prediction of one step. `mfu` and `percent_of_*` are percents (97.5, not 0.975); the parts of `breakdown`, in
+    seconds, sum to `step_seconds`."""
 
     fits: bool
     step_seconds: float
@@ -48,7 +49,7 @@ class Prediction:
     assumed_hosts: tuple[AssumedHost, ...] = ()  # where state is offloaded, and the cluster does not say to how much
 
     def beside_makers_alone(self, tokens_per_second: float | None) -> "Prediction":
-        """The same beside what the makers reach alone, where that is known."""
+        """Return this prediction with the throughput that the makers reach alone, if that is known."""
         percent = 100.0 * self.tokens_per_second / tokens_per_second if tokens_per_second else None
         return replace(self, makers_alone_tokens_per_second=tokens_per_second, percent_of_makers_alone=percent)
 
@@ -75,8 +76,8 @@ def predict(
     profile: ProfileSpec | None = None,
     used: tuple[RankMemory, ...] | None = None,
 ) -> Prediction:
-    """The prediction for a bound plan. `reserve` is the fraction of memory that must stay free for it to fit; `used` is
-    the layout's memory, where it is known.
+    """Return the prediction for a bound plan. `reserve` is the fraction of memory that must stay free for the plan to fit;
+    `used` is the memory of every rank, if the caller has it already.
 
     Raises BadInput where the cluster lacks a link speed that the plan needs, or the profile measured another model.
     """
@@ -86,7 +87,7 @@ def predict(
         profile.check_version()
     costs = PlanCosts(layout, software, constants, profile)
     times = step_times(layout, costs, full=with_timeline)
-    extrapolated = costs.extrapolated  # asked now: the ceiling looks at every size
+    extrapolated = costs.extrapolated  # read before the ceiling is computed, which asks the profile for every size
     used = used or tuple(rank_memory(layout, software))
     plan, model = layout.plan, layout.model
     tokens = plan.global_batch * plan.seq_len
@@ -120,7 +121,7 @@ def _interval(
     layout: Layout, seconds: float, software: Software, constants: Constants, profile: ProfileSpec | None
 ) -> tuple[float, float]:
     precision = software.math_precision(layout.plan.precision)
-    names = {layout.cluster.places[rank].accelerator.name for rank in layout.plan.ranks}  # no step hangs on unused ones
+    names = {layout.cluster.places[rank].accelerator.name for rank in layout.plan.ranks}  # unused ranks slow nothing
     known = all(constants.knows(name, precision) for name in names)
     measured = [profile and profile.device(name, layout.plan.precision) for name in names]
     widths = [device.width(constants.interval) for device in measured if device]
@@ -130,8 +131,8 @@ def _interval(
 
 
 def ceiling_tokens_per_second(layout: Layout, costs: PlanCosts) -> float:
-    """The throughput no plan can exceed: every rank that computes in the plan's precision, used or not, at its best
-    layer rate, without bubble or communication."""
+    """Return the throughput that no plan can exceed, in tokens per second: every rank that computes in the plan's precision,
+    used or not, runs at its best layer rate, without bubble or communication."""
     rates: dict[str, float] = {}
     total = 0.0
     for place in layout.cluster.places:
@@ -170,11 +171,11 @@ def _bottleneck(layout: Layout, times: StepTimes) -> str:
     )
 
 
-BUSY = 0.75  # of the step, from which on a link is named
+BUSY = 0.75  # a link that is busy for this fraction of the step is named
 
 
 def _full_link(layout: Layout, times: StepTimes, costs: PlanCosts) -> str:
-    """A sentence about the link that is busy for most of the step, if there is one."""
+    """Return a sentence about the link that is busy for most of the step, or nothing if there is none."""
     seconds, _, link = costs.loads.longest
     if link is None or seconds < BUSY * times.seconds:
         return ""
@@ -196,13 +197,13 @@ def _name_of(link: Resource, cluster: ClusterSpec) -> str:
     return f"The {what} of machine {link.owner} ('{cluster.machines[link.owner].name}')"
 
 
-LIMITS = 1.01  # times as long as without staging
+LIMITS = 1.01  # staging is said to limit a step that takes this many times as long as without it
 
 
 def with_staging(
     prediction: Prediction, layout: Layout, profile: ProfileSpec | None, software: Software = HETHUB
 ) -> Prediction:
-    """The prediction of a layout, with what staging means for it where bytes cross between islands."""
+    """Return the prediction with what staging through host memory costs it, if bytes cross between islands."""
     cluster = layout.cluster
     if len({cluster.places[rank].island for rank in layout.plan.ranks}) == 1:
         return prediction
