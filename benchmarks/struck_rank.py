@@ -30,7 +30,7 @@ PHASES = {
     "backward": ("hethub.runtime.pipeline.executor", "Executor._backward"),
     "reduce": ("hethub.runtime.state.reduction", "Reducer.finish"),
     "step": ("hethub.runtime.loop.trainer", "Trainer._update"),
-    "checkpoint": ("hethub.runtime.checkpoint.manager", "CheckpointManager._finish_files"),
+    "checkpoint": ("hethub.runtime.checkpoint.manager", "CheckpointManager._finish"),
     "end": ("hethub.runtime.loop.steps", "TrainingLoop._finish"),
 }
 

@@ -1,15 +1,20 @@
 """A rank that never comes, dies or stops while the job starts: every other one says which, within the timeout."""
 
+import importlib
 import os
+import runpy
 import signal
 import time
 from functools import partial
+from operator import attrgetter
+from pathlib import Path
 
 import pytest
 
 from tests.support.command import check_refused, needs_mpirun, ranks, start_mpirun, start_torchrun
 from tests.support.job_files import write_job
 
+PHASES = runpy.run_path(str(Path(__file__).resolve().parents[2] / "benchmarks" / "struck_rank.py"))["PHASES"]
 TIMEOUT_SECONDS = 10  # of which nothing is heard of a rank that has stopped for a half, or that has not joined for all
 KILLED_SECONDS = 60  # who is killed behind that is missed at once, however long the others take
 SAID = {signal.SIGKILL: "is gone", signal.SIGSTOP: "has stopped"}
@@ -135,3 +140,10 @@ def test_under_torchrun_once_the_ranks_have_met(tmp_path, file, how):
     assert ended.exit_code != 0
     assert len(ended.paragraphs) == 3, ended.stderr
     assert all("rank 2" in paragraph for paragraph in ended.paragraphs), ended.stderr
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_moment_at_which_random_faults_strike_is_a_call_that_exists(phase):
+    """One had been renamed: `benchmarks/faults.py` struck nothing there any more, and took undisturbed runs for failed."""
+    module, call = PHASES[phase]
+    assert callable(attrgetter(call)(importlib.import_module(module)))
