@@ -200,8 +200,9 @@ def left_behind(running: Running) -> list[int]:
 def heard(drawn: Drawn, folder: Path, launcher_said: str) -> dict[str, int]:
     """How many survivors said nothing, and how many of those torchrun ended, naming a rank whose failure is known."""
     dumb = [rank for rank in range(drawn.ranks) if rank != drawn.rank and "hethub: " not in words_of(folder, rank)]
-    # A checkpoint that one rank cannot write is a failure that all ranks learn of together; rank 0 tells it for all of them.
-    if re.search(rf"checkpoint of step \d+ could not be written: .*rank {drawn.rank}: ", words_of(folder, 0)):
+    # A checkpoint that one rank cannot write is a failure that all ranks learn of together; one tells it for all of them.
+    told = rf"checkpoint of step \d+ could not be written: .*rank {drawn.rank}: "
+    if any(re.search(told, words_of(folder, rank)) for rank in range(drawn.ranks)):
         dumb = []
     by_torchrun = 0
     cause = re.search(r"Root Cause.*?rank\s*:\s*(\d+)", launcher_said, re.DOTALL)

@@ -99,18 +99,25 @@ class Watched(NamedTuple):
     ratios: list[float]
 
 
+class Watch(Replanner):
+    """Names slow ranks and looks for no other plan."""
+
+    def _plan_anew(self) -> str:
+        return ""
+
+
 def train(world: Any, case: Case, num_steps: int, slow_rank: int | None) -> tuple[Any, ...]:
     torch.set_num_threads(1)
     layout, pace = case.layout(), SlowedPace(world.device, SLOWDOWN if world.rank == slow_rank else 1.0)
     trainer = Trainer(layout, world, random_tokens(case), TrainSpec(steps=num_steps), pace=pace)
     trainer.initialise()
     job: Any = SimpleNamespace(spec=SimpleNamespace(drift=StragglerSpec(), replan="report", train=TrainSpec()))
-    watch, planned = Replanner(job, layout, None), planned_seconds(layout, None)
+    watch, planned = Watch(job, layout, None), planned_seconds(layout, None)
     named, steps = [], []
     for step in range(1, num_steps + 1):
         busy = trainer.run_step(step).busy_seconds
         if step > SETTLING_STEPS:
-            rows = watch.note(step, busy, plans=False)
+            rows = watch.note(step, busy, world)
             named += [(row["rank"], step) for row in rows if "kind" in row]  # the others say that one has recovered
             steps.append([passes(own or {}) / passes(expected) for own, expected in zip(busy, planned, strict=True)])
     return named, [median(own) for own in zip(*steps, strict=True)]

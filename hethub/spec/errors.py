@@ -53,10 +53,10 @@ class RunFailed(RuntimeError):
     again = False  # the same command would go on where this one has ended: exit code 75
 
     @classmethod
-    def everywhere(cls, rank: int, message: str) -> "RunFailed":
-        """The failure that every rank finds alike at the same point, and rank 0 speaks of."""
+    def everywhere(cls, rank: int, message: str, *, speaker: int = 0) -> "RunFailed":
+        """The failure that every rank finds alike at the same point; the rank `speaker` prints it."""
         error = cls(message)
-        error.agreed, error.quiet = True, rank != 0
+        error.agreed, error.quiet = True, rank != speaker
         return error
 
 

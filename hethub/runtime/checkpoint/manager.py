@@ -157,6 +157,8 @@ class CheckpointFolder:
             self._world.rank,
             f"{what} could not be written: {causes}. What was complete before in {self.folder} is untouched; this one is "
             f"removed.{remedy}",
+            # Where a rank cannot write, what it says may be lost as well: its log may lie on the same full disk.
+            speaker=next((rank for rank in range(self._world.size) if rank not in failures), 0),
         )
 
     def latest(self, step: int | None = None) -> Path:

@@ -23,7 +23,7 @@ def job(tmp_path: Path) -> Path:
     return write_pair_job(tmp_path / "job", train={"steps": 8}, checkpoint={"every_steps": 4, "keep": 3})
 
 
-def fail_on_rank_1(error: Exception, failing: range, rank: int) -> None:
+def fail_on(victim: int, error: Exception, failing: range, rank: int) -> None:
     """The saves of these steps fail there. A step takes until the save before it has ended, so that a failure is known in
     the step behind the one that was to be saved."""
     finish, save, run_step = CheckpointManager._finish, CheckpointManager.save, Trainer.run_step
@@ -44,13 +44,13 @@ def fail_on_rank_1(error: Exception, failing: range, rank: int) -> None:
 
     Trainer.run_step = patient  # type: ignore[method-assign]
     CheckpointManager.save = remembered  # type: ignore[method-assign]
-    if rank == 1:
+    if rank == victim:
         CheckpointManager._finish = finish_or_fail  # type: ignore[method-assign]
 
 
-def train(job: Path, error: Exception, failing: range, *more: str) -> tuple[list[Ended], list[str]]:
+def train(job: Path, error: Exception, failing: range, *more: str, victim: int = 1) -> tuple[list[Ended], list[str]]:
     """How both ranks ended, and what log.txt says behind its times."""
-    run, hook = job.parent / "run", functools.partial(fail_on_rank_1, error, failing)
+    run, hook = job.parent / "run", functools.partial(fail_on, victim, error, failing)
     ended = ranks(2, "train", job, "--run-dir", run, *more, cwd=job.parent, hook=hook)
     return ended, [line.split(" ", 2)[2] for line in (run / "log.txt").read_text().splitlines()]
 
@@ -99,6 +99,14 @@ def test_a_save_that_fails_for_good_ends_the_run_at(job: Path, steps: int, last:
     ended, _ = train(job, FULL, range(4, 100), "--set", f"train.steps={steps}")
     assert [rank.exit_code for rank in ended] == [1, 1]
     assert ended[0].paragraphs[0].startswith(f"hethub: checkpoint of step {last} could not be written: rank 1: ")
+
+
+def test_a_rank_that_can_write_tells_of_one_that_cannot(job: Path) -> None:
+    """The failing one told it, and where its log lay on the same full disk nobody did."""
+    ended, _ = train(job, FULL, range(4, 100), victim=0)
+    assert [rank.exit_code for rank in ended] == [1, 1]
+    assert not ended[0].paragraphs
+    assert ended[1].paragraphs[0].startswith("hethub: checkpoint of step 8 could not be written: rank 0: ")
 
 
 def short_files_on_rank_1(rank: int) -> None:
