@@ -1,4 +1,5 @@
-"""`auto`: all settings cut exactly and estimated, the best evaluated by the predictor, then improved step by step."""
+"""Strategy `auto`: cut the model for every combination of settings, estimate the cuts, evaluate the best with the predictor,
+and improve those by local search."""
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,17 +23,19 @@ from hethub.planner.search.neighbours import with_room
 
 FAMILY_FINALISTS = 4  # evaluated of each family
 FAMILY_MICROBATCHES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
-MOST_CUTS = 24  # looked at in every mode
-FEW_CUTS = 4  # looked at in the thriftiest modes, where nothing fits by estimate
-WHOLE_FINALISTS = 3  # of its candidates that carry their plan
-WHOLE_MICROBATCHES = 1_000_000  # of these, since equal replicas are replayed once
-MOST_STARTS = 64  # families' candidates estimated at once, until one is likely to fit
-MOST_STARTED = 8  # of these evaluated, until one fits
+MOST_CUTS = 24  # cuts that are tried in every mode (schedule, ZeRO level, recompute, offload)
+FEW_CUTS = 4  # cuts that are tried in the modes that need the least memory, where no estimate fits
+WHOLE_FINALISTS = 3  # evaluated of each family's candidates that carry a complete plan of their own
+WHOLE_MICROBATCHES = 1_000_000  # replayed for those: more, since equal replicas are replayed once
+MOST_STARTS = 64  # of the families' candidates are estimated at a time, until one is likely to fit
+MOST_STARTED = 8  # of those are evaluated at most, until one fits
 
 
 def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
-    """The best plan found, or None where none fits. Every family's leaders are evaluated, but for those that are proved
-    or by far estimated to be slower, so the answer is not worse than a family's."""
+    """Return the best plan found, or None where no plan fits.
+
+    The best candidates of every family are evaluated as well, except those that are proved, or estimated by a wide margin,
+    to be slower. So the answer is not worse than any family's."""
     problem, table = incumbent.problem, tabulate(incumbent.problem, incumbent.costs.unit_costs)
     best = best_cuts(problem, table, effort.cuts)
     families = {name: list(family.propose(problem, incumbent.costs)) for name, family in FAMILIES.items()}
@@ -50,7 +53,8 @@ def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
         if fewer.bound[0] < part.below_seconds:
             own.evaluator.microbatches_left = effort.microbatches
             look(own, effort, fewer, best_cuts(part.problem, fewer, effort.cuts))
-            if not (incumbent.fitting or own.fitting):  # where all have no place, these may have one and no room
+            # All accelerators together may have no place in a plan where a part of them has one.
+            if not (incumbent.fitting or own.fitting):
                 _evaluate_thriftiest(own, fewer)
             incumbent.admit(own)
     if incumbent.out_of_time:
@@ -64,15 +68,15 @@ def search(incumbent: Incumbent, effort: Effort) -> Evaluation | None:
 
 
 def _evaluate_thriftiest(incumbent: Incumbent, table: Table) -> None:
-    """Evaluates the cuts that need the least memory, in the modes that need the least."""
+    """Evaluate the cuts and modes that need the least memory."""
     few = best_cuts(incumbent.problem, thriftiest(incumbent.problem, table), FEW_CUTS)
     evaluate_all(incumbent, modes.thriftiest(incumbent.problem, few))
 
 
 def look(incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence[Candidate]) -> None:
-    """Evaluates the best of what is made of a table's combinations and its best cuts."""
+    """Evaluate the best candidates made from a table of combinations and from its best cuts."""
     problem = incumbent.problem
-    if problem.forbidden:  # the best may all be mixtures
+    if problem.forbidden:  # the best cuts may all mix device types that must not share a stage
         cuts = [*cuts, *best_cuts(problem, table, effort.cuts, pure=True)]
     found = promising(incumbent, effort, table, cuts)
     if incumbent.out_of_time:
@@ -81,17 +85,20 @@ def look(incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence[Cand
     moded = in_modes(incumbent, effort, table, [*found, *apart])
     if not any(_is_near(incumbent, candidate) for candidate in [*found, *apart, *moded]):
         return
-    if {*problem.schedules} & {"gpipe", "1f1b", "zero_bubble"}:  # else they are seen as cuts alone
+    # Under other schedules such candidates are compared as cuts only.
+    if {*problem.schedules} & {"gpipe", "1f1b", "zero_bubble"}:
         ends = descended(incumbent, apart, (effort.descents + 1) // 2)
         ends += descended(incumbent, found, effort.descents, ends)
         _evaluate_leaders(incumbent, [*ends, *found, *apart], effort)
-    # Apart, since estimates of other modes are off by something else: the leaders of one must not crowd out the others'.
+    # Descend and evaluate them separately: the error of an estimate depends on the mode, so the leaders of one mode must not
+    # crowd out those of another.
     ends = descended(incumbent, moded, (effort.descents + 1) // 2)
     _evaluate_leaders(incumbent, [*ends, *moded], effort)
 
 
 def add_whole_plans(incumbent: Incumbent) -> Evaluation | None:
-    """The best plan found and of the families' own schedules, rounds and offloading, which no search moves about."""
+    """Evaluate the families' complete plans too (their own schedules, rounds and offloading, which the local search does not
+    change), and return the best plan of all."""
     incumbent.evaluator.microbatches_left = WHOLE_MICROBATCHES
     for family in FAMILIES.values():
         made = () if incumbent.out_of_time else _whole(incumbent, family)
@@ -100,8 +107,8 @@ def add_whole_plans(incumbent: Incumbent) -> Evaluation | None:
 
 
 def _evaluate_start(incumbent: Incumbent, families: Mapping[str, Sequence[Candidate]]) -> None:
-    """Evaluates the plan of a family with the shortest estimate that fits, from which the search starts; where time is up
-    too."""
+    """Evaluate the family plan with the shortest estimate that fits. The search starts from it. This is done even where the
+    time is already up."""
     costs = incumbent.costs
     unlike = dict.fromkeys(candidate for candidates in families.values() for candidate in candidates)
     costs.bound(unlike)
@@ -119,7 +126,7 @@ def _evaluate_start(incumbent: Incumbent, families: Mapping[str, Sequence[Candid
 
 
 def _evaluate_leaders(incumbent: Incumbent, candidates: Iterable[Candidate], effort: Effort) -> None:
-    """Evaluates the candidates with the smallest estimates, as long as these leave room below the best plan."""
+    """Evaluate the candidates with the smallest estimates that may still be faster than the best plan."""
     seconds = incumbent.costs.seconds
     for candidate in heapq.nsmallest(effort.finalists, dict.fromkeys(candidates), key=seconds):
         if seconds(candidate) * effort.optimism < incumbent.best_seconds:
@@ -127,14 +134,13 @@ def _evaluate_leaders(incumbent: Incumbent, candidates: Iterable[Candidate], eff
 
 
 def _is_near(incumbent: Incumbent, candidate: Candidate) -> bool:
-    """Whether a candidate that can be estimated may be better than the best, estimates being off by far less than
-    this."""
+    """Whether the candidate's estimate is within the factor FAR of the best plan. Estimates are off by far less."""
     return incumbent.costs.seconds(candidate) < FAR * incumbent.best_seconds
 
 
 def leading(incumbent: Incumbent, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates with the smallest estimates that are likely to fit; where no plan is known that does, the smallest
-    of all if none of these is likely to."""
+    """Return the candidates with the smallest estimates that are likely to fit. Where none is likely to and no plan that fits
+    is known, return those with the smallest estimates of all."""
     unlike = list(dict.fromkeys(candidates))
     incumbent.costs.estimate(unlike)
     fitting = [candidate for candidate in unlike if incumbent.costs.likely_fits(candidate)]
@@ -143,12 +149,12 @@ def leading(incumbent: Incumbent, candidates: Sequence[Candidate]) -> list[Candi
 
 
 def _whole(incumbent: Incumbent, family: Family) -> list[Candidate]:
-    """The first of a family's plans with its own schedule, rounds or offloading."""
+    """Return the first of the family's complete plans, which have their own schedule, rounds or offloading."""
     return list(islice(family.propose_whole(incumbent.problem, incumbent.costs), WHOLE_FINALISTS))
 
 
 def search_family(incumbent: Incumbent, family: Family) -> Evaluation | None:
-    """The family's best plan among its leaders, or None where none fits."""
+    """Return the best plan among the family's leading candidates, or None where none fits."""
     incumbent.evaluator.microbatches_left = FAMILY_MICROBATCHES
     evaluate_all(incumbent, leading(incumbent, list(family.propose(incumbent.problem, incumbent.costs))))
     incumbent.evaluator.microbatches_left = WHOLE_MICROBATCHES
@@ -157,8 +163,8 @@ def search_family(incumbent: Incumbent, family: Family) -> Evaluation | None:
 
 
 def in_modes(incumbent: Incumbent, effort: Effort, table: Table, found: Sequence[Candidate]) -> list[Candidate]:
-    """The best candidates, by estimate, among those found and the cuts that would be best with more memory, in every
-    mode that they may take."""
+    """Return the candidates with the smallest estimates, in every mode they may take, among those already found and the cuts
+    that would be best if memory were larger."""
     problem, costs, allowed = incumbent.problem, incumbent.costs, {*incumbent.problem.schedules}
     larger = best_cuts(problem, replace(table, memory_counts=False), effort.cuts, by_depth=True)
     every = [*found, *larger]
@@ -172,7 +178,8 @@ def in_modes(incumbent: Incumbent, effort: Effort, table: Table, found: Sequence
 
 
 def thriftiest(problem: Problem, table: Table) -> Table:
-    """The combinations that need the least memory, for where no cut fitted; as much as they need."""
+    """Return a table of only the combinations that need the least memory, and let them need as much as they do. It is used
+    where no cut fits."""
     least = (problem.recomputes[-1], problem.micro_batches[0])
     first = min(table.used)
     rows = [row for row, c in enumerate(table.combinations) if (c.recompute, c.micro_batches[first]) == least]
@@ -180,12 +187,12 @@ def thriftiest(problem: Problem, table: Table) -> Table:
 
 
 def promising(incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates with the smallest estimates, best first: equal cuts of all lines, and of a handful of accelerators
+    """Return the candidates with the smallest estimates, the best first: the given cuts and, for a handful of accelerators,
     every arrangement that can win."""
     costs, found = incumbent.costs, with_slacks(incumbent, cuts)
     best = min(found.values(), default=float("inf"))
     cut = small.propose(incumbent.problem, costs, table, best)
-    in_time = takewhile(lambda _: not incumbent.out_of_time, cut)  # no more are made then
+    in_time = takewhile(lambda _: not incumbent.out_of_time, cut)  # the generator makes no more once the time is up
     found.update((candidate, costs.seconds(candidate)) for candidate in in_time)
     ranked = sorted(found, key=found.__getitem__)
     return diverse(ranked, 2 * effort.finalists // 3, effort.finalists, attrgetter("shape"))
@@ -194,8 +201,9 @@ def promising(incumbent: Incumbent, effort: Effort, table: Table, cuts: Sequence
 def stages_by_device_type(
     incumbent: Incumbent, effort: Effort, table: Table, found: Sequence[Candidate]
 ) -> list[Candidate]:
-    """The best candidates whose stages hold one device type each and every device type its own number of stages, by estimate; none
-    that is behind those found. Not for GPipe, whose stages hold all their microbatches at once."""
+    """Return the candidates with the smallest estimates in which each stage holds one device type, and each device type has its
+    own number of stages; only those estimated faster than all found before. None for GPipe, whose stages hold all their
+    microbatches at once."""
     problem, costs = incumbent.problem, incumbent.costs
     if problem.schedule == "gpipe":
         return []
@@ -207,8 +215,8 @@ def stages_by_device_type(
 
 
 def with_slacks(incumbent: Incumbent, candidates: Sequence[Candidate]) -> dict[Candidate, float]:
-    """The candidates with their estimates, and with as many microbatches in flight as their links need, or under other
-    schedules, where that shortens the estimate and likely fits."""
+    """Return the candidates with their estimates, and those variants whose estimate is shorter and which are likely to fit:
+    more microbatches in flight, as slow links need them, or another schedule."""
     problem, costs = incumbent.problem, incumbent.costs
     schedules = (problem.schedule, *problem.other_schedules)
     slacks = [(Pattern(schedule), more) for schedule in schedules for more in EXTRA_IN_FLIGHT.get(schedule, (0,))]

@@ -1,4 +1,4 @@
-"""The local search: descents by estimates alone, climbs by what the evaluator says."""
+"""The local search. A descent follows estimates alone; a climb follows what the evaluator says of each neighbour."""
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
@@ -16,16 +16,16 @@ from hethub.planner.problem.problem import Problem
 from hethub.planner.search.effort import Effort
 from hethub.planner.search.neighbours import neighbourhoods, neighbours, nudges
 
-# Times the best: a family's candidate estimated to take longer is not evaluated; small changes lead no further.
+# A candidate estimated to take more than this many times the best is given up: small changes do not make up for so much.
 FAR = 1.15
-WORTHWHILE = 1e-2  # a gain for which no other sort of change is looked at
+WORTHWHILE = 1e-2  # after a gain of this fraction no other sort of change is tried in the same step
 MOST_CHANGES = 60
 
 T = TypeVar("T")
 
 
 def diverse(ranked: Iterable[T], few: int, most: int, sort: Callable[[T], object]) -> list[T]:
-    """Of what is ranked, the best first, the first few and the first of each sort, so many in all."""
+    """Return at most `most` of the ranked items, the best first: the first `few`, and the first of each sort."""
     every, unlike = list(ranked), dict[object, T]()
     for own in every:
         unlike.setdefault(sort(own), own)
@@ -38,15 +38,15 @@ def evaluate_all(incumbent: Incumbent, candidates: Iterable[Candidate]) -> None:
 
 
 def evaluate_or_fit(incumbent: Incumbent, candidate: Candidate) -> None:
-    """Evaluates a candidate, and where it turns out not to fit what may still be the best: its state divided among
-    replicas, and what is left of it with smaller and smaller microbatches."""
+    """Evaluate a candidate. Where it does not fit, also evaluate it with its state divided among replicas, and then with
+    smaller and smaller microbatches, as long as it may still be the best."""
     if incumbent.within_time(candidate) is None:
         return
     if candidate not in incumbent.fitting:
         evaluate_all(incumbent, filter(incumbent.may_win, [_divided(candidate, incumbent.problem)]))
     while candidate not in incumbent.fitting:
         smaller = fitted(candidate, incumbent.costs)
-        if smaller == candidate:  # it should fit by the closed form, which the evaluator knows better
+        if smaller == candidate:  # by the closed form it fits, but the evaluator says that it does not
             smaller = lessened(candidate)
         if smaller is None or smaller == candidate:
             break
@@ -57,7 +57,7 @@ def evaluate_or_fit(incumbent: Incumbent, candidate: Candidate) -> None:
 
 
 def _divided(candidate: Candidate, problem: Problem) -> Candidate:
-    """The candidate with as much of its state divided among replicas as ZeRO allows."""
+    """Return the candidate with the highest ZeRO level allowed in every stage that has several replicas."""
     changed = {
         index: replace(stage, zero=problem.zeros[-1])
         for index, stage in enumerate(candidate.stages)
@@ -69,9 +69,9 @@ def _divided(candidate: Candidate, problem: Problem) -> Candidate:
 def descended(
     incumbent: Incumbent, found: Sequence[Candidate], descents: int, others: Sequence[Candidate] = ()
 ) -> list[Candidate]:
-    """Where descents from the best and the unlike ones among the candidates found end; `others` have ended before. One
-    that is far behind these gives up."""
-    passed: set[Candidate] = set()  # where one descent has been, another need not go on
+    """Return where descents end that start from the best candidates and from differently shaped ones. `others` are the ends of
+    earlier descents; a descent that is far behind all ends is given up."""
+    passed: set[Candidate] = set()  # a descent that meets the path of an earlier one stops
     ends: list[Candidate] = []
     for candidate in diverse(found, (descents + 1) // 2, descents, attrgetter("shape")):
         best = min(map(incumbent.costs.seconds, [*others, *ends]), default=float("inf"))
@@ -82,8 +82,10 @@ def descended(
 def descend(
     incumbent: Incumbent, candidate: Candidate, passed: set[Candidate], hopeless: float = float("inf")
 ) -> Candidate:
-    """Where the estimate has no better neighbour: many small changes, none of them evaluated. Ends early on a candidate
-    that is among those `passed`, to which its own are added, and after a small gain above `hopeless` seconds."""
+    """Follow small changes, none of which is evaluated, until no neighbour has a better estimate; return the last candidate.
+
+    Stops early on a candidate in `passed`, to which all its own are added, and after a small gain that leaves the estimate
+    above `hopeless` seconds."""
     costs = incumbent.costs
     for _ in range(MOST_CHANGES):
         if candidate in passed or incumbent.out_of_time:
@@ -97,8 +99,8 @@ def descend(
 
 
 def _downhill(costs: Estimator, candidate: Candidate) -> Candidate:
-    """The best neighbour of the first sort among which one is worth while, or the best of all; the candidate itself
-    where none is better."""
+    """Return the best neighbour of the first sort of change that gains enough, else the best neighbour of all sorts, else the
+    candidate itself."""
     least, best = costs.seconds(candidate) * (1 - 1e-6), candidate
     enough = costs.seconds(candidate) * (1 - WORTHWHILE)
     for near in neighbourhoods(candidate, costs):
@@ -111,8 +113,8 @@ def _downhill(costs: Estimator, candidate: Candidate) -> Candidate:
 
 
 def climb_leaders(incumbent: Incumbent, effort: Effort) -> None:
-    """Climbs from the best plans, and the best of some arrangements; where nothing fits, from the one least over
-    memory."""
+    """Climb from the best plans and from the best plan of some other arrangements; where no plan fits, from the one that
+    exceeds memory the least."""
     incumbent.evaluator.microbatches_left = effort.microbatches  # whatever the leaders took
     ranked = movable(incumbent)
     others = diverse(ranked, 0, effort.arrangements, attrgetter("candidate.shape"))
@@ -123,15 +125,15 @@ def climb_leaders(incumbent: Incumbent, effort: Effort) -> None:
     for leader in leaders:
         if leader.candidate not in incumbent.fitting or leader.seconds < FAR * incumbent.best_seconds:
             climb(leader, incumbent, effort, passed)
-    # What estimates do not see, of as many of the best plans as that takes.
+    # Moves of single samples, which estimates cannot tell apart: evaluate so many, beginning with the best plan's.
     dealt = (near for leader in movable(incumbent) for near in nudges(leader.candidate))
     evaluate_all(incumbent, islice(dealt, 3 * effort.pairs))
     _change_twice(incumbent, effort)
 
 
 def _change_twice(incumbent: Incumbent, effort: Effort) -> None:
-    """Where no change of the best plan is better, two at once: evaluates those with the smallest estimates, and goes on
-    from what is better."""
+    """Try two changes of the best plan at once where no single change improves it: evaluate the pairs with the smallest
+    estimates, climb from a better plan, and repeat while there is one."""
     costs, before = incumbent.costs, float("inf")
     while effort.pairs and (ranked := movable(incumbent)) and ranked[0].seconds < before:
         leader, before = ranked[0], ranked[0].seconds
@@ -144,13 +146,13 @@ def _change_twice(incumbent: Incumbent, effort: Effort) -> None:
 
 
 def movable(incumbent: Incumbent) -> list[Evaluation]:
-    """The plans that small changes can move about, the fastest first."""
+    """Return the plans that the local search can change (not the complete plans of families), the fastest first."""
     return [evaluation for evaluation in incumbent.ranked if evaluation.candidate.plan is None]
 
 
 def climb(best: Evaluation, incumbent: Incumbent, effort: Effort, passed: set[Candidate]) -> None:
-    """The best neighbour of the best neighbour …; of each step's neighbours the evaluator sees those estimated best.
-    Ends early on a candidate that is among those `passed`, to which its own are added."""
+    """Go from each plan to a better neighbour, step by step. In each step the neighbours with the best estimates are evaluated.
+    Stops early on a candidate in `passed`, to which all its own are added."""
     for _ in range(effort.steps):
         if best.candidate in passed:
             return
@@ -159,7 +161,7 @@ def climb(best: Evaluation, incumbent: Incumbent, effort: Effort, passed: set[Ca
 
 
 def _step(best: Evaluation, incumbent: Incumbent, effort: Effort) -> Evaluation:
-    """The first better neighbour that the evaluator sees, or the same plan where it sees none."""
+    """Return the first neighbour that is evaluated to be better, or the same plan where there is none."""
     costs, ranked = incumbent.costs, neighbours(best.candidate, incumbent.costs)
     if best.fits:
         most = costs.seconds(best.candidate) * effort.uphill
