@@ -9,9 +9,11 @@ _SUMMED_IN_FP32 = 1 << 14
 
 
 def sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """Of all elements of these flat tensors, 0-d in fp64; in a few launches, however many they are: a device waits for them at
-    each step's end. On CPUs the squares of parts are added in their order, whatever the width of the machine's vectors; of a
-    device torch refuses running sums where algorithms are to be deterministic."""
+    """Return the sum of squares of all elements of these flat tensors, 0-d in fp64.
+
+    It takes a few launches however many tensors there are: a device waits for them at the end of each step. On CPUs the parts'
+    squares are added in their order, so that the sum does not depend on the width of the machine's vectors. Devices take a
+    plain sum: torch refuses running sums on them where algorithms have to be deterministic."""
     on_cpu = tensors[0].device.type == "cpu"
     parts = [part for tensor in tensors for part in tensor.split(_SUMMED_IN_FP32)] if on_cpu else tensors
     squares = torch.stack(torch._foreach_norm(parts)).double().square()

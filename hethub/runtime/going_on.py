@@ -67,7 +67,7 @@ def folder_to_resume(
 
 
 def newest_run(job: Job, *, accept_changes: bool = False) -> Path | None:
-    """Of the job's run folders the one whose newest checkpoint is the last written, None where none has any.
+    """Return the job's run folder with the most recently written checkpoint, or None where no folder has one.
 
     Job files of one name, and what --set changes, make several jobs: only runs that began under this one count, all with
     `accept_changes`. Where only others have checkpoints, a warning names the newest and what it differs in.
@@ -161,7 +161,7 @@ def asked_otherwise(folder: RunFolder, job: Job) -> list[str]:
 
 
 def _check_model(folder: RunFolder, job: Job) -> None:
-    """Before a plan is bound to the job's model, of which the run's own would be called wrong."""
+    """Raise BadInput where the job's model is not the run's. Checked before the run's plan is bound to it: that would blame the plan."""
     if job.described is None:
         return
     try:

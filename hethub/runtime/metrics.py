@@ -29,14 +29,14 @@ class StepMetrics:
     mfu: float | None = None
 
     def with_evaluation(self, loss: float) -> "StepMetrics":
-        """With the loss on held-out samples; neither figure where it is not finite."""
+        """Return these metrics with the loss and perplexity on held-out samples, if they are finite."""
         if not math.isfinite(loss):
             return self
         value = perplexity(loss)
         return replace(self, eval_loss=loss, eval_perplexity=value if math.isfinite(value) else None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As the file has it; without an evaluation where there was none."""
+        """Return the line of metrics.jsonl as a dictionary, without the keys of an evaluation where there was none."""
         return {key: value for key, value in asdict(self).items() if value is not None or not key.startswith("eval_")}
 
 

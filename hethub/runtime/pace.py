@@ -42,7 +42,7 @@ class Pace:
 
     @contextmanager
     def communicating(self) -> Iterator[bool]:
-        """In the block ranks communicate inside a layer; whether what it only starts is to be waited for there."""
+        """Around communication inside a layer. Yields whether communication that the block only starts has to be waited for there."""
         yield False
 
     @contextmanager

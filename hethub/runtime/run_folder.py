@@ -127,7 +127,7 @@ class RunFolder:
     def open(
         self, job: Job, cluster: ClusterSpec, plan: str, prediction: dict[str, Any], communication: dict[str, Any]
     ) -> None:
-        """As `start`; `plan` is the text of a plan file."""
+        """Do what `start` does, with `plan` as the text of a plan file."""
         with self._writing("job.yaml"):
             self.path.mkdir(parents=True, exist_ok=True)
         if not self.has_ranks_of(cluster):  # as long as the old cluster's file tells: a start may be cut off behind it

@@ -96,17 +96,17 @@ class NodeSpec(Spec):
 
     @property
     def host_names(self) -> tuple[str, ...] | None:
-        """Of its machines, where the file says them: a machine in parts is called what these are part of."""
+        """The host names of its machines, if the file says them; for a part of a machine, that machine's name."""
         return (self.part_of,) if self.hosts is None and self.part_of is not None else self.hosts
 
     @property
     def usable_memory_bytes(self) -> int:
-        """Of each accelerator, what others do not keep from us."""
+        """Memory of each accelerator in bytes, without what is reserved for others."""
         return self.device.memory_bytes - int(self.reserved_memory_gb * 2**30)
 
     @property
     def host_memory_bytes(self) -> int:
-        """Of one machine; where the file does not say, as much as its accelerators have: few machines have less."""
+        """Host memory of one machine in bytes; if the file does not say, as much as its accelerators have: few machines have less."""
         if self.host_memory_gb is None:
             return self.accelerators * self.device.memory_bytes
         return int(self.host_memory_gb * 2**30)

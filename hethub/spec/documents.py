@@ -121,7 +121,7 @@ def read_json(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES, *, uniqu
 
 
 def parse_json(text: str | bytes, name: str, what: str, *, unique: bool = False) -> Any:
-    """As `read_json`, from text."""
+    """Do what `read_json` does, for text."""
     try:
         plain = text.removeprefix("\ufeff") if isinstance(text, str) else text  # some editors write the mark
         return json.loads(plain, object_pairs_hook=_unique if unique else None)
@@ -152,7 +152,7 @@ def read_yaml(path: Path, what: str) -> tuple[Any, Source]:
 
 
 def parse_yaml(text: str, name: str, what: str) -> tuple[Any, Source]:
-    """As `read_yaml`, from text. Duplicate keys are refused: YAML would silently keep the last."""
+    """Do what `read_yaml` does, for text. Duplicate keys are refused: YAML would silently keep the last."""
     root = None
     try:
         _check_depth(text, name, what)
@@ -213,7 +213,7 @@ def _unreadable_line(node: yaml.Node) -> int | None:
 
 
 def _check_depth(text: str, name: str, what: str) -> None:
-    """Before the nodes are composed, which recurses in C without a limit."""
+    """Refuse text that is nested too deeply, before YAML composes its nodes, which recurses in C without a limit."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.CollectionStartEvent):

@@ -62,7 +62,7 @@ class RunFailed(RuntimeError):
 
 @contextmanager
 def after_writing() -> Iterator[None]:
-    """Around what goes on when files have been written: bad input that is found only then is a failure."""
+    """Around work after files have been written: bad input that is found only there counts as a failure."""
     try:
         yield
     except BadInput as error:
@@ -91,8 +91,8 @@ def suggest(word: str, candidates: list[str] | tuple[str, ...]) -> str:
 
 
 def suggest_some(word: str, candidates: list[str] | tuple[str, ...]) -> str:
-    """As `suggest`, with up to four near candidates, for names that differ in details: what `word` begins comes
-    first, then what begins as it does up to a hyphen, or has most of its words ("NVIDIA H100 80GB HBM3")."""
+    """Do what `suggest` does, but with up to four candidates, for names that differ in details: first those that begin with
+    `word`, then those that begin alike up to a hyphen, or share most of its words ("NVIDIA H100 80GB HBM3")."""
     import difflib
 
     folded, given = {candidate.lower(): candidate for candidate in candidates}, word.lower()

@@ -19,7 +19,7 @@ def load_model(reference: str, base: Path) -> ModelSpec:
 
 
 def load_model_of(reference: str, base: Path, source: Source) -> ModelSpec:
-    """As `load_model`; where the file is not there, the BadInput says where `source`, the job's, names it."""
+    """Do what `load_model` does. Where the file is missing, the BadInput says where the job file (`source`) names it."""
     if reference.startswith("hf:") and _is_missing(base / reference[3:] / "config.json"):
         with asked_by(source.at(("model",))):
             return load_model(reference, base)

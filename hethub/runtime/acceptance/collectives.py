@@ -30,7 +30,7 @@ def wrong_alone(group: dist.ProcessGroup, world: World, numel: int) -> list[str]
 
 
 def wrong_at_once(group: dist.ProcessGroup, world: World, numel: int) -> list[str]:
-    """As `wrong_alone`, several of each operation under way at once."""
+    """Do what `wrong_alone` does, with several calls of each operation under way at once."""
     wrong = []
     for name, begin in OPERATIONS:
         begun = [begin(group, world, numel, step, True) for step in range(AT_ONCE)]

@@ -81,7 +81,7 @@ def lay_out(subject: Subject, cluster: ClusterSpec, *, micro_batch: int = 1, **o
 
 
 def make_trainer(layout: Layout, world: World) -> Trainer:
-    """With its initial weights, on random tokens."""
+    """Return a trainer with initial weights, on random tokens."""
     model, plan = layout.model, layout.plan
     tokens = np.random.default_rng(0).integers(0, model.vocab, 64 * plan.global_batch * plan.seq_len)
     dataset = Dataset.one(

@@ -54,7 +54,7 @@ class _Writer(dcp.FileSystemWriter):
     """DCP's writer, which says what the system refused."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """As DCP's. Raises OSError with what the system refused, where torch.save's end would hide it."""
+        """Write as DCP does, but raise the OSError that says what the system refused: the end of torch.save would hide it."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:

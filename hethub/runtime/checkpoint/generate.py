@@ -41,7 +41,8 @@ class Generator:
 
     @torch.no_grad()
     def logits(self, ids: list[int], start: int, past: KeyValues) -> Tensor:
-        """Of what follows the last of `ids` (vocab,), which stand at `start` and after; `past` holds those before."""
+        """Return the logits (vocab,) of the token that follows `ids`. `ids` begin at position `start`; `past` holds the keys and values
+        of all tokens before them."""
         places = slice(start, start + len(ids))
         tokens = TokenLayout(batch=1, seq_len=len(ids), cos=self._cos[places], sin=self._sin[places], past=past)
         with uncompiled():  # every prompt has another length

@@ -178,7 +178,7 @@ def check_at_a_glance(folder: Path) -> None:
 
 
 def _marks(folder: Path) -> dict[str, FileMark]:
-    """Of every file, as the marker has it. Raises DamagedCheckpoint, OSError."""
+    """Return the size and checksum of every file, as the marker lists them. Raises DamagedCheckpoint, OSError."""
     marker = folder / MARKER
     if not marker.exists():
         raise DamagedCheckpoint(f"it has no {MARKER} marker")

@@ -108,7 +108,7 @@ class ChatTemplate:
 
 
 def _default(template: Any) -> Any:
-    """Of templates that have names the one that transformers takes."""
+    """Return the template that transformers takes, where there are several with names."""
     if not isinstance(template, list):
         return template
     named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]

@@ -37,7 +37,7 @@ class Dataset:
 
     @classmethod
     def one(cls, **stream: Any) -> "Dataset":
-        """Of a single stream."""
+        """Return the dataset of a single stream."""
         return cls([Stream(**stream)])
 
     @property
@@ -64,7 +64,7 @@ class Dataset:
 
     @property
     def end_of_document(self) -> int | None:
-        """Of the tokenizer that all sources share."""
+        """The end-of-document token of the tokenizer, which all sources share."""
         return self.streams[0].end_of_document
 
     @property
@@ -114,7 +114,7 @@ class Dataset:
         return rows
 
     def batch(self, step: int, global_batch: int, start: int, stop: int) -> Batch:
-        """As `samples`, inputs and targets apart; a target that is not to be learnt is IGNORED."""
+        """Return `samples` as inputs and targets; a target that is not to be learnt is IGNORED."""
         rows = self.samples(step, global_batch, start, stop)
         inputs, targets = rows[:, :-1], rows[:, 1:]
         if self.predicts_all:
@@ -152,8 +152,8 @@ class Dataset:
     def documents(
         self, step: int, global_batch: int, start: int, stop: int, inputs: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """For every position of the `inputs` that `batch` gave the number of its document within the sample, (samples,
-        seq_len), from 0."""
+        """Return, for every position of the `inputs` returned by `batch`, the number of its document within the sample, from 0:
+        (samples, seq_len)."""
         found = np.empty_like(inputs)
         for stream, chosen, starts in self._drawn(step, global_batch, start, stop):
             found[chosen] = stream.documents(starts, inputs[chosen])
@@ -166,7 +166,7 @@ class Dataset:
 
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
-        """Of each stream."""
+        """The fingerprint of each stream."""
         return tuple(stream.fingerprint() for stream in self.streams)
 
     def changed(self, saved: Sequence[str] | None) -> str:

@@ -15,7 +15,7 @@ _HALF = 1 << (_BITS - 1)
 
 
 def shares_of(weights: Sequence[float]) -> list[int]:
-    """For each source but the last its share of what the sources before it leave, in 2^-24, neither none nor all of them."""
+    """Return, for each source but the last, its share of what the sources before it leave, in units of 2^-24: never 0, never all."""
     exact = [Fraction(weight) for weight in weights]
     left = [sum(exact[index:]) for index in range(len(exact))]
     return [

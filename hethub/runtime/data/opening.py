@@ -54,7 +54,7 @@ class TextSource:
 
     @property
     def num_bytes(self) -> int:
-        """Of its files."""
+        """The size of its files together."""
         return sum(file.stat().st_size for file in self.files)
 
     @property
@@ -171,7 +171,7 @@ def check_sources(job: Job) -> None:
 
 
 def check_files(job: Job) -> None:
-    """As `check_sources`, for chat templates and what is known of tokens too."""
+    """Do what `check_sources` does, and check chat templates and the facts stored beside tokens too."""
     check_sources(job)
     for spec in data_sections(job).values():
         text_sources(spec, job.base)

@@ -75,7 +75,7 @@ class Stream:
         return self.trained[starts[:, None] + np.arange(1, self.seq_len + 1)].astype(np.bool_)
 
     def documents(self, starts: NDArray[np.int64], inputs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For every position of these windows' `inputs` (len(starts), seq_len) the number of its document within the
+        """Return, for every position of these windows' `inputs` (len(starts), seq_len), the number of its document within the
         window, from 0. The end-of-document token belongs to the document it ends."""
         if self.ends is None:
             last = inputs == self.end_of_document

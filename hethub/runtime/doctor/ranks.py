@@ -59,7 +59,7 @@ class RanksExamined:
         return "gloo, or mpi at sizes where it is faster (timed at start)," if has_mpi else "gloo"
 
     def paragraphs(self) -> dict[str, list[tuple[str, str]]]:
-        """By `ranks 0-3 on nv1`, what all of them have: name and value, in the order in which it matters."""
+        """Return, for each group of like ranks (`ranks 0-3 on nv1`), the names and values they share, the important ones first."""
         grouped: dict[tuple[str, tuple[tuple[str, str], ...]], list[int]] = {}
         for report in self.ranks:
             library = next((f"{name} {report.found(name)}" for name in ("NCCL", "RCCL") if report.found(name)), "gloo")

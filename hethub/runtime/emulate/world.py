@@ -103,7 +103,7 @@ class EmulatedWorld(World):
         return EmulatedWork(works, self.clock, stamp)
 
     def all_gather_objects(self, value: Any, patience: timedelta | None = None) -> list[Any]:
-        """As in any world; it takes no emulated time, but waits for the last rank."""
+        """Gather as any world does. It takes no emulated time, but the clock waits for the last rank."""
         with self.clock.waiting():
             rows = super().all_gather_objects([self.clock.at, value], patience)
         self.clock.advance(max(row[0] for row in rows))

@@ -57,7 +57,7 @@ def launch_info(environment: Mapping[str, str] = os.environ) -> LaunchInfo:
 
 @contextmanager
 def one_voice_per_node(info: LaunchInfo) -> Iterator[None]:
-    """Before the ranks can speak with each other: what is wrong on a node, all its ranks find and one says."""
+    """Around checks before the ranks can speak with each other: all ranks of a node find the same fault, and one prints it."""
     try:
         yield
     except BadInput as error:

@@ -143,7 +143,7 @@ def _placed(info: LaunchInfo, hosts: Sequence[str | None], rank: int) -> str:
 
 
 def _meet_over_mpi(mpi: Any, info: LaunchInfo, interface: Interface, timeout_seconds: float) -> Meeting:
-    """As `_meet_under_mpirun`, by a broadcast of MPI's, which cannot say who is missing."""
+    """Meet as `_meet_under_mpirun` does, but by an MPI broadcast, which cannot say who is missing."""
     greeting = bytearray(_GREETING_BYTES)
     store: dist.Store | None = None
     place_segments(local_rank=info.local_rank, local_size=info.local_size, job=None)

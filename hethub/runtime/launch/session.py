@@ -53,7 +53,7 @@ def _real_device(cluster: ClusterSpec | None, info: LaunchInfo) -> Device:
 
 @contextmanager
 def watched_meeting(meeting: Rendezvous) -> Iterator[Rendezvous]:
-    """As `watched`, from the ranks' meeting on: a rank may also fail before there is a world, or be told to end."""
+    """Do what `watched` does, but from the ranks' meeting on: a rank may fail, or be told to end, before there is a world."""
     watch = meeting.watch
     if watch is None:  # a process alone
         yield meeting

@@ -62,7 +62,7 @@ def join_store(address: str, port: int, timeout_seconds: float, info: LaunchInfo
 
 
 def join_served_store(address: str, port: int, timeout_seconds: float, info: LaunchInfo) -> dist.TCPStore:
-    """As `join_store`, where rank 0 has said that it serves: once nothing listens there, it is not waited for any longer.
+    """Do what `join_store` does, where rank 0 has said that it serves: stop waiting as soon as nothing listens there any more.
 
     torch tries again for the whole timeout, while a launcher ends the ranks that have not spoken.
     """

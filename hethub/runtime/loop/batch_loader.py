@@ -36,7 +36,7 @@ class BatchLoader:
         )
 
     def _documents(self, segments: NDArray[np.int64]) -> Documents:
-        """Of the number of every token's document within its sample, (samples, seq_len)."""
+        """Return the documents of a batch, given the number of every token's document within its sample, (samples, seq_len)."""
         sizes = np.concatenate([np.bincount(row) for row in segments])
         starts = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
         return Documents(sizes=tuple(sizes.tolist()), starts=self._on_device(starts))

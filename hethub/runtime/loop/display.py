@@ -59,5 +59,5 @@ def show_loss(metrics: StepMetrics) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """To three digits at least: emulated steps, and a GPU's of a small model, take milliseconds."""
+    """Return seconds as text with at least three digits: emulated steps, and small models on a GPU, take milliseconds."""
     return f"{seconds:.3f}" if seconds >= 0.1 or seconds == 0 else f"{seconds:#.3g}"

@@ -141,7 +141,7 @@ class StepLoop:
         return step, stopped and step < self.last
 
     def _saving(self) -> AbstractContextManager[None]:
-        """Around all steps: a kind of run whose checkpoints go on beside them waits here."""
+        """Context around all steps. A trainer that writes checkpoints beside its steps waits for the last one at its end."""
         return nullcontext()
 
     def _open(self) -> list[str]:
@@ -164,7 +164,7 @@ class StepLoop:
         return lines
 
     def _say(self, text: str) -> None:
-        """To whoever watches, and to log.txt."""
+        """Say a line on the display and in log.txt."""
         self._display.say(text)
         if self._speaks:
             self.folder.log(text)
@@ -207,7 +207,7 @@ class StepLoop:
             self._sinks.write(metrics.to_dict())
 
     def _mfu(self, seconds: float) -> float | None:
-        """As predicted, over a step that took so many seconds."""
+        """Return the MFU in percent of a step that took so many seconds, from the predicted MFU and step."""
         predicted = self._prediction["mfu"]
         return None if predicted is None else float(predicted) * self._predicted_seconds / seconds
 

@@ -90,7 +90,7 @@ class TrainingRank:
         return 0.0
 
     def _square_sum(self) -> Tensor | float:
-        """Of the gradients that this rank counts in the norm, 0-d."""
+        """Return the sum of squares of the gradients that this rank counts in the norm, 0-d."""
         return 0.0
 
     def _conclude(self, scale: float) -> None:
@@ -104,7 +104,7 @@ class TrainingRank:
         return 0.0
 
     def _timed(self) -> AbstractContextManager[None]:
-        """Around what follows the microbatches."""
+        """Context that times what follows the microbatches."""
         return nullcontext()
 
     # -- what all do ---------------------------------------------------------------------------------------------------

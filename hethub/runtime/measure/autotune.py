@@ -63,7 +63,7 @@ def measure_ranks(job: Job, device: Device, meeting: Rendezvous, cluster: Cluste
 
 
 def limit_bytes_of(place: Place, device: Device, reserve: float) -> int:
-    """Of this rank's memory, what a micro-batch may take: of a device's what is free now, else what its cluster file leaves."""
+    """Return how much of this rank's memory a micro-batch may take: what is free on a device now, else what the cluster file leaves."""
     free = device.free_memory_bytes()
     return int((place.node.usable_memory_bytes if free is None else free) * (1.0 - reserve))
 

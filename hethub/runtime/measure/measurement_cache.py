@@ -85,7 +85,7 @@ def cache_folder() -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes: figures of others are not taken."""
+    """Return the versions of all that computes. Figures measured under other versions are not used."""
     return {"hethub": hethub.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 

@@ -33,7 +33,7 @@ class MemoryMeter:
             yield
 
     def counting_step(self) -> AbstractContextManager[None]:
-        """As `counting` for the first COUNTED_STEPS steps; later ones are not slowed by it."""
+        """Do what `counting` does for the first COUNTED_STEPS steps only, so that later steps are not slowed by it."""
         if self._steps_counted == COUNTED_STEPS:
             return nullcontext()
         self._steps_counted += 1

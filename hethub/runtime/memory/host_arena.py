@@ -59,7 +59,7 @@ class HostArena:
         return Copy(values, event, self._down, self.device)
 
     def leave(self, copies: "list[Copy]") -> None:
-        """Of a layer, that its copies to the host go on beside the next one."""
+        """Let a layer's copies to the host go on while the next layer runs."""
         if self.device.is_gpu:  # else they are done, and their memory can go
             self._leaving += copies
 

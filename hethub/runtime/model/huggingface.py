@@ -206,7 +206,7 @@ def _write_tokenizer(source: Path | str | None, folder: Path, ids: dict[str, Any
 
 
 def _take_off_beginning(folder: Path) -> None:
-    """From the tokenizer, and from what transformers makes of it by its config."""
+    """Stop the tokenizer, and transformers' reading of its config, from putting a beginning-of-text token in front."""
     if (tokenizer := folder / "tokenizer.json").is_file():
         _write_json(tokenizer, _without_beginning(read_json(tokenizer, "tokenizer")))
         config = folder / "tokenizer_config.json"

@@ -219,7 +219,7 @@ def _samples(batch: int, seq: int, device: torch.device) -> Documents:
 
 
 def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    """As `_mix`, of whole samples: as many queries as the window has tokens at a time, beside the keys that they see."""
+    """`_mix` for whole samples under a window: takes as many queries at a time as the window has tokens, with the keys they see."""
     batch, seq = query.shape[:2]
     if window is None or window >= seq:
         return _causal(query, key, value)
@@ -238,8 +238,8 @@ def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> 
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None) -> Tensor:
-    """As `_mix`, of whole samples, each query seeing what `seen` (queries, keys) says or all keys before it; a single
-    query is the last token, which sees all keys.
+    """`_mix` for whole samples. A query sees the keys that the mask `seen` (queries, keys) says, or without a mask all keys
+    up to its own; a single query is the last token, which sees all keys.
 
     Where FlashAttention cannot be had on a device (fp32, V100 and T4, a mask), torch's other kernel that keeps no scores
     takes no grouped heads: they are repeated for it, or every score would be kept for backward.

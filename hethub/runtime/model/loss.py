@@ -64,8 +64,8 @@ def _column(targets: Tensor, first: int, columns: int) -> Tensor:
 
 @Body
 def _statistics(logits: Tensor, targets: Tensor, largest: Tensor | None, first: int) -> tuple[Tensor, Tensor]:
-    """Of each token the largest logit (tokens,), as given where others hold logits too; and (2, tokens) the sum of
-    exponentials and the target's logit where it is held, both counted from the largest."""
+    """Return per token the largest logit (tokens,), which is `largest` where other ranks hold logits too, and (2, tokens): the
+    sum of exponentials, and the target's logit if this rank holds it, both relative to the largest logit."""
     columns = logits.shape[1]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     highest = wide.amax(dim=1) if largest is None else largest.clone()
@@ -84,7 +84,8 @@ def _to_gradient(
     weight = ((targets != IGNORED) * scale).unsqueeze(1)
 
     def probabilities(values: Tensor) -> Tensor:
-        """Of logits; what is rounded to half precision is made again, for kept it would take three times the memory."""
+        """Return the probabilities of logits. Those rounded to half precision are recomputed: keeping them in fp32 would take three
+        times the memory."""
         wide = values if values.dtype == dtype else values.to(dtype).sub_(largest.unsqueeze(1)).exp_()
         return wide.div_(total.unsqueeze(1))
 

@@ -33,7 +33,7 @@ class TensorGroup:
         return tensor
 
     def start_sum(self, tensor: Tensor) -> "dist.Work | None":
-        """As `sum`, without waiting; `finish` does."""
+        """Start what `sum` does and return at once; `finish` waits for it."""
         if self.group is None:
             return None
         with self._pace.communicating() as waits:

@@ -52,7 +52,7 @@ class Measured:
         return max(math.sqrt(sum(change**2 for change in changes) / len(moved)), self._floor(name))
 
     def errors(self, formulas: Formulas) -> dict[str, float]:
-        """By output, how far the device is from these formulas in fp64, in noises."""
+        """Return, for each output, how far the device is from these formulas in fp64, in units of its rounding noise."""
         expected = self.subject.expect(formulas, self._wide)
         assert expected.keys() == self.found.keys()
         return {name: _ratio(_size(self.found[name] - expected[name]), self._noise[name]) for name in expected}

@@ -162,7 +162,7 @@ class MicrobatchPass:
         return grad
 
     def _input_backward(self, layer: int, grad: Tensor | None) -> Tensor:
-        """As `_layer_backward`, keeping the layer's weight products for later."""
+        """`_layer_backward`, but the products for weight gradients are kept for later."""
         with deferring(self._stage.layers[layer].matrices) as products:
             grad = self._layer_backward(layer, grad)
         factors = [factor for _, *both in products for factor in both]

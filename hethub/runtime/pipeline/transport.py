@@ -105,7 +105,7 @@ class Transport:
         world.connect_messages(sorted(sends), sorted(self._expected))
 
     def _find_expected(self) -> dict[int, list[tuple[Place, Transfer]]]:
-        """By sender what it will send here, in its order: that is how receives are posted."""
+        """Return, for each sender, the messages it will send to this rank in its order: receives are posted in that order."""
         layout, own = self.layout, self.assignment.rank
         places = {(place[0], transfer.tag): place for place, found in self._incoming.items() for transfer in found}
         senders = {

@@ -97,7 +97,7 @@ Product = tuple[Parameter, Tensor, Tensor]  # left @ right belongs to the parame
 
 @contextmanager
 def deferring(parameters: Iterable[Parameter]) -> Iterator[list[Product]]:
-    """In the block, products for these parameters' gradients are listed and not added; each is a whole contribution."""
+    """Inside the block, products for these parameters' gradients are listed instead of added; each is a complete contribution."""
     own, products = list(parameters), list[Product]()
     for parameter in own:
         parameter._deferred_wgrad = products

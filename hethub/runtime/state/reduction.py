@@ -119,7 +119,7 @@ class Reducer:
         return pieces
 
     def _copied_norms(self) -> Iterator[tuple[int | None, Range]]:
-        """By chunk, the norms in storage, where a replica's ranks hold copies that its first rank speaks for."""
+        """Yield, per chunk, where the norms' weights lie, if the ranks of a replica hold copies of them: only the first rank's count."""
         if self._replica_group is None:
             return
         norms = [(placed, run) for placed, run in self.storage.held if placed.info.axis is None]
@@ -128,8 +128,8 @@ class Reducer:
             yield chunk, Range(runs[0].start, runs[-1].stop)
 
     def saved_runs(self) -> list[list[Range]]:
-        """Of each of `pieces` the runs of the flat axis that this rank writes to a checkpoint, so that every element is
-        written once: what it steps; of what a group steps alike, one range of all that, as long as any other's."""
+        """Return, for each of `pieces`, the runs of the flat axis that this rank writes to a checkpoint. Every element is written
+        once: by the rank that steps it or, where a whole group steps it, in equal ranges by the group's ranks."""
         found: list[list[Range]] = [[] for _ in self.pieces]
         alike: dict[tuple[int, ...], list[int]] = {}
         for number, each in enumerate(self.pieces):

@@ -34,7 +34,7 @@ class FlatMap:
         raise AssertionError(f"{run} is not here")
 
     def locals(self, runs: Sequence[Range]) -> list[Range]:
-        """As `local`, for several runs; those that touch here are joined."""
+        """Return the `local` ranges of several runs; ranges that touch are joined."""
         joined: list[Range] = []
         for run in runs:
             here = self.local(run)

@@ -136,7 +136,7 @@ class ZeroManager:
             self._arena.end_layer()
 
     def finish_chunk(self, chunk: int) -> None:
-        """As `finish`, of a chunk that is stepped by itself: its norm is taken up."""
+        """Do what `finish` does, for a chunk that is stepped by itself, and take up its part of the norm."""
         assert self.stepping is not None
         self.finish(chunk)
         self.stepping.chunk_reduced(chunk)

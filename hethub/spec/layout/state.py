@@ -214,7 +214,7 @@ class StateMap:
 
     @cached_property
     def owned_elements(self) -> Counter[int]:
-        """By rank, how many elements it steps."""
+        """How many elements each rank steps, by rank."""
         found: Counter[int] = Counter()
         for piece in (piece for bucket in self.buckets for piece in bucket.pieces):
             for rank, cut in zip(piece.group.contributors, piece.cuts, strict=True):
@@ -279,7 +279,7 @@ class StateMap:
     def _cuts(
         self, grouped: list[tuple[list[PlacedTensor], dict[Group, list[Range]]]]
     ) -> dict[Group, Iterator[list[Range]]]:
-        """For each sharded group, what its contributors own of it in one bucket after the other: the stage's shares."""
+        """Return, for each sharded group, what its contributors own in one bucket after the other, by the stage's shares."""
         sizes: dict[Group, list[int]] = {}
         for _, by_group in grouped:
             for group, runs in by_group.items():

@@ -137,7 +137,7 @@ def rank_shares(model: ModelSpec, replica: ReplicaSpec, place: str) -> list[Rank
 
 
 def tensor_parallel_shares(model: ModelSpec, tp: int, tensor_shares: Sequence[float] | None) -> list[RankShares]:
-    """As `rank_shares`, for any replica of `tp` ranks whose heads are known to divide."""
+    """Return `rank_shares` for any replica of `tp` ranks whose heads are known to divide."""
     kv_heads, shares = model.num_kv_heads, tensor_shares or (1,) * tp
     ffn, vocab = split_by_shares(model.ffn, shares, _unit(model.ffn, tp)), split_by_shares(model.vocab, shares)
     if tp > kv_heads:
