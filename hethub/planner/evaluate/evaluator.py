@@ -1,4 +1,4 @@
-"""Candidates bound and predicted with full cost: what a plan takes is said here, and nowhere estimated."""
+"""Evaluates candidates exactly: each is turned into a plan, bound to the cluster, and priced by the predictor."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -34,12 +34,12 @@ class Evaluation:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """Made when first asked for: of most plans that do not fit nobody asks for it."""
+        """The prediction, made when it is first asked for: for most plans that do not fit nobody asks."""
         return self.predicted()
 
     @property
     def is_predictable(self) -> bool:
-        """Whether there is a prediction: too few microbatches in flight, or a link without a speed, leave none."""
+        """Whether the plan can be predicted. It cannot with too few microbatches in flight, or over a link without a speed."""
         try:
             _ = self.prediction
         except BadInput:
@@ -51,24 +51,24 @@ class Evaluation:
         return self.prediction.step_seconds
 
     def of(self, candidate: Candidate) -> "Evaluation":
-        """The same of another candidate that means the same plan."""
+        """Return this evaluation for another candidate that means the same plan."""
         return replace(self, candidate=candidate, predicted=partial(getattr, self, "prediction"))
 
 
-SMALL_REPLAY = 1_000  # microbatches: always replayed
+SMALL_REPLAY = 1_000  # plans of no more microbatches are always replayed, whatever is left
 
 
 class Evaluator:
-    """Binds and predicts candidates, each plan once."""
+    """Evaluates the candidates of a problem, each plan once."""
 
     def __init__(self, problem: Problem, costs: Estimator) -> None:
         self.problem, self.costs = problem, costs
-        self.microbatches_left = 0  # to be replayed one by one, as soon as some plan fits
+        self.microbatches_left = 0  # how many may still be replayed; it counts once a plan that fits is known
         self._knows_a_fitting = False
         self._known: dict[str, Evaluation | None] = {}  # by plan
 
     def evaluate(self, candidate: Candidate) -> Evaluation | None:
-        """The candidate's plan with its memory and prediction, or None where it is no valid plan."""
+        """Return the candidate's plan with its memory and prediction, or None where it is no valid plan."""
         problem = self.problem
         holds = self.costs.of(candidate).holds if candidate.extra_in_flight else None
         plan = candidate.plan or materialize(candidate, problem, self.costs.unit_costs.worker, holds)
@@ -89,7 +89,7 @@ class Evaluator:
         return keeps(plan, self.problem.constraints) and not self.problem.forbids_any(candidate.mixtures)
 
     def _evaluate(self, candidate: Candidate, plan: PlanSpec) -> Evaluation | None:
-        """The evaluation of a candidate's plan, or None where it does not bind."""
+        """Return the evaluation of a candidate's plan, or None where the plan does not bind or cannot be predicted."""
         problem, reserve = self.problem, self.problem.constraints.reserve
         try:
             layout = bind(plan, problem.model, problem.cluster)
@@ -104,8 +104,7 @@ class Evaluator:
         return None if wanted and not found.is_predictable else found
 
     def _may_replay(self, plan: PlanSpec) -> bool:
-        """Whether the microbatches of a plan that must be replayed are still within what this search may spend. Of equal
-        replicas one is replayed."""
+        """Whether this search may still replay so many microbatches as the plan has. Of equal replicas only one is replayed."""
         microbatches = sum(-(-r.samples // r.micro_batch) for stage in plan.stages for r in stage.replicas)
         if is_even(plan):
             microbatches //= len(plan.stages[0].replicas)

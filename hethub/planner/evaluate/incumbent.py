@@ -1,4 +1,4 @@
-"""The best plan so far: what a search has tried, what of it fits, and when its time is over."""
+"""The state of a search: the candidates it has tried, those that fit, the best plan so far, and its time limit."""
 
 import time
 
@@ -7,7 +7,7 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.evaluator import Evaluation, Evaluator
 from hethub.planner.problem.problem import Problem
 
-STEADY = 1.05  # times the best step: up to there a plan may still have the smallest mean over the scenarios
+STEADY = 1.05  # a plan up to this many times slower than the best may still have the smallest mean over the scenarios
 
 
 class Incumbent:
@@ -19,15 +19,15 @@ class Incumbent:
         self.tried: dict[Candidate, Evaluation | None] = {}
         self.fitting: dict[Candidate, Evaluation] = {}
         self.best: Evaluation | None = None  # the fastest plan that fits
-        self.start: Evaluation | None = None  # the best before the search
-        self.closest: Evaluation | None = None  # the least over memory, where none fits
+        self.start: Evaluation | None = None  # the best plan before the search began
+        self.closest: Evaluation | None = None  # where none fits, the plan that exceeds memory the least
         self.space_bound_seconds: float | None = None  # no plan of a space that was searched to its end is faster
         self.limit_seconds = self.problem.constraints.time_limit_seconds
         self._started, self._below = time.perf_counter(), float("inf")
 
     def beside(self, problem: Problem, below_seconds: float) -> "Incumbent":
-        """For a search of some of the problem's machines, the first of each device type, which ends when this one's time is
-        over: for plans below so many seconds, whatever is known here. Its candidates mean the same plans for both."""
+        """Return an incumbent for a search of a part of the machines (the first ones of each device type). It shares this one's
+        time limit and looks for plans below `below_seconds`. A candidate means the same plan for both."""
         other = Incumbent(problem, self.costs)
         other._started, other._below = self._started, below_seconds
         return other
@@ -37,13 +37,13 @@ class Incumbent:
         return self.limit_seconds is not None and time.perf_counter() - self._started > self.limit_seconds
 
     def consider(self, candidate: Candidate) -> Evaluation | None:
-        """The evaluation of a candidate, which may be the best from now on; None where it is no valid plan."""
+        """Evaluate a candidate and remember it, perhaps as the best. Return its evaluation, or None where it is no valid plan."""
         if candidate not in self.tried:
             self.tried[candidate] = self._noted(self.evaluator.evaluate(candidate))
         return self.tried[candidate]
 
     def within_time(self, candidate: Candidate) -> Evaluation | None:
-        """The same, or None where time is up."""
+        """Do what `consider` does, or return None where the time is up."""
         return None if self.out_of_time else self.consider(candidate)
 
     def _noted(self, found: Evaluation | None) -> Evaluation | None:
@@ -58,14 +58,15 @@ class Incumbent:
         return found
 
     def _take(self, found: Evaluation) -> None:
-        """Keeps a plan that fits."""
+        """Remember a plan that fits."""
         self.fitting[found.candidate] = found
         if self.best is None or found.seconds < self.best.seconds:
             self.best = found
 
     @property
     def best_seconds(self) -> float:
-        """The step of the fastest plan that fits, or what plans must be below; infinite where there is neither."""
+        """The seconds that a better plan must stay below: the fastest fitting plan's step, or the limit of this search; infinite
+        where there is neither."""
         return min(self._below, self.best.seconds) if self.best else self._below
 
     @property
@@ -74,15 +75,15 @@ class Incumbent:
         return sorted(self.fitting.values(), key=lambda evaluation: evaluation.seconds)
 
     def may_win(self, candidate: Candidate) -> bool:
-        """Whether the candidate's busiest replica computes for so short a time that its plan may be the answer."""
+        """Whether the candidate's plan may be the answer, judged by the time that its busiest replica computes at least."""
         return self.costs.least(candidate) < STEADY * self.best_seconds
 
     def rank(self, evaluation: Evaluation) -> tuple[bool, float]:
-        """What evaluations are compared by: those that fit first, by their step, then by how far they are over memory."""
+        """The key by which evaluations are compared: plans that fit first, by their step; the others by how far they exceed memory."""
         return (not evaluation.fits, evaluation.seconds if evaluation.fits else evaluation.fullness)
 
     def admit(self, other: "Incumbent") -> None:
-        """Takes over what another search of the same problem tried, of one under other constraints what keeps to these."""
+        """Take over what another search of the same problem tried. Where it had other constraints, only plans that satisfy these."""
 
         def is_allowed(own: Evaluation | None) -> bool:
             return own is None or self.evaluator.is_allowed(own.candidate, own.plan)

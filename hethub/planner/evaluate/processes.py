@@ -1,5 +1,4 @@
-"""Parts of a search beside each other, in processes forked from this one, which know all that is known here; and without
-pauses."""
+"""Runs parts of a search in parallel, in processes forked from this one, and without pauses for Python's garbage collector."""
 
 import gc
 import os
@@ -14,8 +13,8 @@ from typing import TypeVar
 
 from hethub.spec.errors import BadInput
 
-NICE = 5  # two processes of it leave the third one processor of two
-WORTH_FORKING = 0.1  # seconds of work for a process: to fork it takes about a tenth of that
+NICE = 5  # of forked processes: two of them on two processors leave the caller one processor
+WORTH_FORKING = 0.1  # seconds of work for which a process is forked; the fork takes about a tenth of it
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -23,11 +22,11 @@ R = TypeVar("R")
 
 @contextmanager
 def forked(function: Callable[[T], R], items: Sequence[T], processes: int) -> Iterator[Callable[[], list[R]]]:
-    """The function of each of 256 items at most, begun in so many processes. What it gives waits for the results, and does
-    here what none of them has begun: all of it where there are none, or where forks of a program with libraries are not
-    sound. Raises what the function raised of which users are told, and RuntimeError where a process ended without an answer.
+    """Start `function` for each of at most 256 items in so many forked processes; yield a function that returns the results.
 
-    No threads are started, so that processes may be forked while others are at work.
+    That function computes here what no process has begun, and waits for the rest. Where no processes are asked for, or the
+    system does not fork safely, it computes everything here. It raises BadInput, OSError or MemoryError where `function` did,
+    and RuntimeError where a process ended without an answer. No threads are started, so that several of these may be nested.
     """
     numbers = bytes(range(len(items)))
     todo, given = os.pipe()
@@ -68,8 +67,8 @@ def forked(function: Callable[[T], R], items: Sequence[T], processes: int) -> It
 
 
 def at_once(function: Callable[[T], R], items: Sequence[T], processes: int) -> list[R]:
-    """The function of each item, by up to so many processes: as many as what the first item takes says are worth
-    forking."""
+    """Return the function of each item, computed by up to so many processes. The time of the first item decides how many
+    processes are worth forking."""
     started = time.perf_counter()
     first = [function(item) for item in items[:1]]
     left = (time.perf_counter() - started) * len(items[1:])
@@ -78,7 +77,7 @@ def at_once(function: Callable[[T], R], items: Sequence[T], processes: int) -> l
 
 
 def _results(function: Callable[[T], R], items: Sequence[T], todo: int) -> dict[int, R]:
-    """By number, the results of what nobody else took."""
+    """Compute the items that no other process has taken; return the results by the items' numbers."""
     found = {}
     while number := os.read(todo, 1):
         found[number[0]] = function(items[number[0]])
@@ -86,25 +85,25 @@ def _results(function: Callable[[T], R], items: Sequence[T], todo: int) -> dict[
 
 
 def _send_results(function: Callable[[T], R], items: Sequence[T], todo: int, to: Connection) -> None:
-    os.nice(NICE)  # what the caller does beside it takes longest
+    os.nice(NICE)  # the caller's own work takes longest
     try:
         to.send(_results(function, items, todo))
     except KeyboardInterrupt:
-        return  # the caller tells of it
-    except (BadInput, OSError, MemoryError) as error:  # of all else it prints a traceback
+        return  # the caller reports it
+    except (BadInput, OSError, MemoryError) as error:  # any other exception prints a traceback in this process
         to.send(error)
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without Python's collector of cycles, here and in what is forked: of the millions of objects that a search makes
-    hardly any form cycles, and in a forked process looking for some copies all pages that were shared."""
+    """Switch Python's collector of cycles off, here and in forked processes. A search makes millions of objects, of which hardly
+    any form cycles, and a collection in a forked process would copy all pages that it shares."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
-            gc.freeze()  # and back: all that is alive counts as old, and is not looked through at the next allocation
+            gc.freeze()  # then unfreeze: all live objects now count as old, and are not scanned at the next allocation
             gc.unfreeze()
             gc.enable()

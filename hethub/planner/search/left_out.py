@@ -14,8 +14,8 @@ from hethub.planner.problem.problem import Problem
 
 
 class Part(NamedTuple):
-    """A part of the accelerators to search: the question with these machines, the device types used, and the seconds that a
-    plan must take less than."""
+    """A part of the accelerators to search: the question with these machines, the device types in use, and the seconds below
+    which a plan must stay to be better."""
 
     problem: Problem
     device_types: list[int]
@@ -23,9 +23,10 @@ class Part(NamedTuple):
 
 
 def parts(incumbent: Incumbent) -> Iterator[Part]:
-    """What may do better alone. Plans that slow links hold up are slower in the mean over the scenarios than as predicted, and
-    those of a part that such links lie around are not: these are to be below what the best takes in the middle of the
-    scenarios."""
+    """Yield the parts of the accelerators that may do better alone.
+
+    A plan that a slow link holds up is slower in the mean over the scenarios than its point prediction. A part without that
+    link is not, so its plans have to beat the best plan's step in the middle scenario only."""
     problem, alone, middle = incumbent.problem, _behind_one_link(incumbent.problem), _in_the_middle(incumbent)
     for used in fewer_device_types(incumbent):
         if sorted(used) not in alone or not incumbent.fitting:
@@ -40,7 +41,7 @@ def parts(incumbent: Incumbent) -> Iterator[Part]:
 
 
 def _in_the_middle(incumbent: Incumbent) -> Callable[[], float]:
-    """What gives the seconds that the best plan takes in the middle of the scenarios; infinite where none fits."""
+    """Return a function that gives the present best plan's seconds in the middle scenario; infinite where no plan fits."""
     outlooks = Outlooks(incumbent.problem)
 
     @cache
@@ -51,21 +52,21 @@ def _in_the_middle(incumbent: Incumbent) -> Callable[[], float]:
 
 
 def fewer_device_types(incumbent: Incumbent) -> Iterator[list[int]]:
-    """All but the device types with the least memory, one after the other, as long as no plan is known that fits; then
-    without the slowest, the next slowest too, and so on."""
+    """Yield sets of device types. As long as no plan fits: without the type with the least memory, then without the next one,
+    and so on. After that: without the slowest, then without the next slowest, and so on."""
     device_types = incumbent.problem.device_types
     used = sorted(incumbent.problem.usable, key=lambda own: device_types[own].memory_bytes)
     while not incumbent.fitting and len(used) > 1:
         used = used[1:]
         yield used
     rate = incumbent.costs.unit_costs.layer_rate
-    used.sort(key=lambda own: (rate(own), -own))  # of equal ones those behind fast interfaces stand first
+    used.sort(key=lambda own: (rate(own), -own))  # of equally fast types, those behind fast interfaces come first
     yield from (used[first:] for first in range(1, len(used)))
 
 
 def _first_units(incumbent: Incumbent) -> Iterator[tuple[Problem, list[int]]]:
-    """The question with no more accelerators than may all have a layer and a sample, and their types: as many replicas as the
-    degrees given ask for times 1, 2, 4, …, the most and fastest first."""
+    """Yield the question with only the fastest accelerators, and their types: 1, 2, 4, … times as many replicas as the given
+    degrees ask for, the largest number first. It is for clusters with too many accelerators to give each a layer and a sample."""
     problem, given = incumbent.problem, incumbent.problem.constraints
     fastest = sorted(problem.usable, key=incumbent.costs.unit_costs.layer_rate, reverse=True)
     units = [unit for device_type in fastest for unit in problem.units(device_type, given.tp or 1)]
@@ -77,8 +78,8 @@ def _first_units(incumbent: Incumbent) -> Iterator[tuple[Problem, list[int]]]:
 
 
 def _fewer_machines(problem: Problem) -> Iterator[tuple[Problem, list[int]]]:
-    """The question with 1, 2, 4, … machines of a device type, and that type: behind slow interfaces the others may cost more
-    than they add."""
+    """Yield the question with 1, 2, 4, … machines of one device type, and that type: behind slow interfaces more machines may
+    cost more than they add."""
     for number in problem.usable:
         machines = problem.device_types[number].machines
         for power in range((len(machines) - 1).bit_length()):
@@ -86,7 +87,7 @@ def _fewer_machines(problem: Problem) -> Iterator[tuple[Problem, list[int]]]:
 
 
 def _with_ranks(problem: Problem, used: set[int], ranks: set[int]) -> Problem:
-    """The question with no more than these ranks of the device types used."""
+    """Return the question with only these ranks of the device types `used`."""
     device_types = list(problem.device_types)
     for number in used:
         left = (tuple(filter(ranks.__contains__, machine)) for machine in device_types[number].machines)
@@ -95,8 +96,8 @@ def _with_ranks(problem: Problem, used: set[int], ranks: set[int]) -> Problem:
 
 
 def _behind_one_link(problem: Problem) -> list[list[int]]:
-    """The device types of each maker and of each region, which the slowest links part from the others, all others, and each
-    device type, whose machines alone may have a fast network."""
+    """Return the sets of device types that one slow link may part from the rest: each maker's and each region's types, all
+    types but these, and each type alone."""
     regions, groups = problem.cluster.links.regions, defaultdict[tuple[str, str], list[int]](list)
     every = problem.usable
     for number in every:

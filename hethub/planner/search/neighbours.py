@@ -1,4 +1,4 @@
-"""Small changes of a candidate: the neighbours that local search looks at."""
+"""The neighbours of a candidate: the plans one small change away, which the local search looks at."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -11,26 +11,26 @@ from hethub.planner.estimate.microbatch_sizes import fitted, resized
 from hethub.planner.generate.modes import patterns
 from hethub.planner.problem.problem import OFFLOADED, Problem
 
-MOST_NUDGED = 8  # accelerators: beyond, samples stay divided by speed, and none that is unused joins a stage
-MOST_PAIRED = 8  # stages: beyond, only the slowest stage is paired with the others
+MOST_NUDGED = 8  # with more accelerators, samples stay divided by speed and unused accelerators join no stage
+MOST_PAIRED = 8  # with more stages, only the slowest stage is paired with the others
 
 
 def neighbours(candidate: Candidate, costs: Estimator) -> list[Candidate]:
-    """Every candidate one change away."""
+    """Return every candidate one change away."""
     every = dict.fromkeys(near for some in neighbourhoods(candidate, costs) for near in some)
     return [near for near in every if near != candidate]
 
 
 def neighbourhoods(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candidate]]:
-    """The candidates one change away, sort of change by sort of change; none whose chunks fall out of step, where every
-    action waits for another stage's: they take up to 40 times what is estimated."""
+    """Yield the candidates one change away, one list for each sort of change. Candidates with several chunks whose stages fall
+    out of step are left out: there every action waits for another stage, and a step takes up to 40 times its estimate."""
     for some in _changed(candidate, costs):
         yield [near for near in some if near.pattern.chunks == 1 or near.is_in_step or not candidate.is_in_step]
 
 
 def _changed(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candidate]]:
-    """With many stages, the changes of the slowest and of both ends, or of all. Where another mode or degree needs more
-    memory than there is, microbatches are cut until it fits."""
+    """Yield each sort of change: of single stages (with many stages only the slowest and both ends) and of all at once. Where a
+    new mode or degree needs too much memory, the microbatches are made smaller until it fits."""
     count, problem, slowest = len(candidate.stages), costs.problem, costs.of(candidate).slowest
     if count <= MOST_PAIRED:
         pairs, some = list(combinations(range(count), 2)), list(range(count))
@@ -51,7 +51,7 @@ def _changed(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[Candid
 
 
 def _micro_batches(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Iterator[Candidate]:
-    """The next smaller or larger micro-batch for all, for one stage, for one device type in a stage, or for one in all."""
+    """Yield the next smaller or larger micro-batch: for all stages, one stage, one device type in a stage, or one type in all."""
     everywhere = range(len(candidate.stages))
     device_types = sorted({own.device_type for stage in candidate.stages for own in stage.groups})
     in_all: list[Where] = [[(index, own) for index in everywhere] for own in device_types if len(device_types) > 1]
@@ -64,14 +64,14 @@ def _micro_batches(candidate: Candidate, problem: Problem, stages: Sequence[int]
 
 
 def _even_microbatches(candidate: Candidate, costs: Estimator, stages: Sequence[int]) -> Iterator[Candidate]:
-    """Microbatches that come out even, fewer, more or as many, for all, for one stage, or for one device type in a stage."""
+    """Yield microbatches of even sizes, one fewer, one more or as many: for all, for one stage, or one device type in a stage."""
     for where in _places(candidate, stages):
         for step in (-1, 0, 1):
             yield resized(candidate, where, costs, step)
 
 
 def _places(candidate: Candidate, stages: Sequence[int]) -> list[Where]:
-    """All stages, each of some, and each device type of one of these."""
+    """Return the places for a change: all stages together, each of `stages`, and each device type in one of them."""
     found: list[Where] = [[(index, None) for index in range(len(candidate.stages))]]
     if len(candidate.stages) > 1:
         found += [[(index, None)] for index in stages]
@@ -82,8 +82,8 @@ def _places(candidate: Candidate, stages: Sequence[int]) -> list[Where]:
 
 
 def with_room(candidate: Candidate) -> Candidate:
-    """The candidate, with extra in flight where its stages have microbatches of unlike sizes, which by default wait for
-    each other."""
+    """Return the candidate, with extra microbatches in flight where its stages have microbatches of unlike sizes: with the
+    default number in flight such stages wait for each other."""
     chooses = candidate.pattern.schedule in EXTRA_IN_FLIGHT
     if candidate.extra_in_flight or not chooses or candidate.is_in_step:
         return candidate
@@ -91,7 +91,7 @@ def with_room(candidate: Candidate) -> Candidate:
 
 
 def _made_to_fit(near: Iterable[Candidate], costs: Estimator) -> list[Candidate]:
-    """The candidates, and of those that need too much memory what is left of them with smaller microbatches."""
+    """Return the candidates and, for those that need too much memory, variants with smaller microbatches that fit."""
     found = list(near)
     costs.estimate(found)
     smaller = [fitted(candidate, costs) for candidate in found if not costs.likely_fits(candidate)]
@@ -99,15 +99,15 @@ def _made_to_fit(near: Iterable[Candidate], costs: Estimator) -> list[Candidate]
 
 
 def _next(own: ReplicaGroup, problem: Problem, step: int) -> int:
-    """The group's next smaller or larger micro-batch among those searched; of a size between these the smallest, from
-    which larger ones are reached: the nearest ones instead made three of 27 reference questions 0.1 to 2 % slower."""
+    """Return the group's next smaller or larger micro-batch among those searched. From a size between them it goes to the
+    smallest, from which larger ones are reached: going to the nearest made three of 27 reference questions 0.1 to 2 % slower."""
     sizes, value = problem.micro_batches, own.micro_batch
     position = sizes.index(value) + step if value in sizes else 0
     return problem.at_most(own.device_type, sizes[min(max(position, 0), len(sizes) - 1)])
 
 
 def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Iterator[Candidate]:
-    """Another recompute, ZeRO level or offload in one stage or in all, another schedule, more microbatches in flight."""
+    """Yield another recompute, ZeRO level or offload in one stage or all, another schedule, other numbers in flight."""
     everywhere = range(len(candidate.stages))
     for recompute in problem.recomputes:
         for chosen in _ones_and_all(stages, everywhere):
@@ -125,7 +125,7 @@ def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Ite
             for index, stage in changed.items():
                 if back:
                     changed[index] = replace(stage, offload=tuple(own for own in stage.offload if own != part))
-                else:  # what room this makes is for what was computed again
+                else:  # offload makes room, so that less has to be recomputed
                     offload = tuple(sorted({*stage.offload, part}))
                     changed[index] = replace(stage, offload=offload, recompute=problem.recomputes[0])
             yield candidate.with_stages(changed)
@@ -148,12 +148,12 @@ def _each(candidate: Candidate, indices: Sequence[int], **changes: object) -> Ca
 
 
 def _groups(candidate: Candidate, problem: Problem, pairs: list[tuple[int, int]]) -> Iterator[Candidate]:
-    """One replica from one stage of a pair to the other; replicas of unlike device types exchanged."""
+    """Yield, for pairs of stages, a replica moved from one to the other, and replicas of unlike device types exchanged."""
     for a, b in pairs:
         for giver, taker in ((a, b), (b, a)) if problem.constraints.dp is None else ():
             if candidate.stages[giver].replicas > 1:
                 for own in candidate.stages[giver].groups:
-                    for layers in (0, 1, 2):  # that it worked on
+                    for layers in (0, 1, 2):  # that move with it
                         if candidate.stages[giver].layers > layers:
                             yield _moved(candidate, giver, own, taker, layers)
         for one in candidate.stages[a].groups:
@@ -166,7 +166,7 @@ def _groups(candidate: Candidate, problem: Problem, pairs: list[tuple[int, int]]
 
 
 def _more_replicas(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Iterator[Candidate]:
-    """A replica of accelerators that are unused, in one of the stages, with a microbatch of its others or half of one."""
+    """Yield a stage with one more replica, made of unused accelerators, with the micro-batch of another replica or half of it."""
     if problem.constraints.dp is not None:
         return
     groups = [own for stage in candidate.stages for own in stage.groups]
@@ -182,7 +182,7 @@ def _more_replicas(candidate: Candidate, problem: Problem, stages: Sequence[int]
 
 
 def _degrees(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Iterator[Candidate]:
-    """Twice or half the TP degree for one device type in a stage, its micro-batch going with it or staying."""
+    """Yield twice or half the TP degree for one device type in a stage, with the same or the next larger micro-batch."""
     given = problem.constraints
     if given.tp is not None or given.dp is not None:
         return
@@ -198,7 +198,7 @@ def _degrees(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> I
 
 
 def _depths(candidate: Candidate, problem: Problem) -> Iterator[Candidate]:
-    """One stage fewer, two neighbours joined, or one more, one cut into two halves. Of one stage, zero_bubble is 1F1B."""
+    """Yield one stage fewer (two neighbours joined) or one more (a stage cut into halves). With one stage zero_bubble is 1F1B."""
     stages = candidate.stages
     plain = len(stages) == 2 and candidate.pattern.schedule in problem.other_schedules
     left = replace(candidate, pattern=Pattern(problem.schedule), extra_in_flight=0) if plain else candidate
@@ -213,19 +213,19 @@ def _depths(candidate: Candidate, problem: Problem) -> Iterator[Candidate]:
 
 
 def nudges(candidate: Candidate) -> Iterator[Candidate]:
-    """One sample from one replica of a stage to another: where a stage waits anyway, speed is not all that counts."""
+    """Yield one sample moved from one replica of a stage to another: where a stage waits anyway, not only speed counts."""
     for index, stage in enumerate(candidate.stages):
         for moved in one_moved(stage.nudges or (0,) * stage.replicas):
             yield candidate.with_stages({index: replace(stage, nudges=moved if any(moved) else ())})
 
 
 def _less(stage: CandidateStage, one: ReplicaGroup) -> list[ReplicaGroup]:
-    """The stage's replicas but for one of `one`."""
+    """Return the stage's replicas without one replica of the group `one`."""
     return [own._replace(number=own.number - (own == one)) for own in stage.groups]
 
 
 def _moved(candidate: Candidate, giver: int, own: ReplicaGroup, taker: int, layers: int) -> Candidate:
-    """A replica of one stage in another, and so many layers with it."""
+    """Move a replica from one stage to another, and so many layers with it."""
     stage, target = candidate.stages[giver], candidate.stages[taker]
     fewer = replace(stage.with_groups(_less(stage, own)), layers=stage.layers - layers)
     more = replace(target.with_groups([*target.groups, own._replace(number=1)]), layers=target.layers + layers)
@@ -235,7 +235,7 @@ def _moved(candidate: Candidate, giver: int, own: ReplicaGroup, taker: int, laye
 def _exchanged(
     candidate: Candidate, here: tuple[int, ReplicaGroup, int], there: tuple[int, ReplicaGroup, int]
 ) -> Candidate:
-    """A replica of one stage and one of another exchanged, each given as (stage, group, micro-batch afterwards)."""
+    """Exchange a replica of one stage for one of another, each given as (stage, group, micro-batch afterwards)."""
     changed = {}
     for (index, own, _), (_, other, micro_batch) in ((here, there), (there, here)):
         stage = candidate.stages[index]
