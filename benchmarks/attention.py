@@ -9,6 +9,7 @@ In CPU seconds of one thread, the ways in turn; on a device in seconds by its ev
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -68,14 +69,16 @@ def ways(seq: int, part: int, where: torch.device) -> dict[str, Attention]:
     same = positions.unsqueeze(1) // part == positions // part
 
     def masked(mask: Tensor) -> Attention:
-        return lambda *tensors: F.scaled_dot_product_attention(
-            *(tensor.transpose(1, 2) for tensor in tensors), attn_mask=mask, enable_gqa=True
-        )
+        def attend(*tensors: Tensor) -> Tensor:
+            query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+        return attend
 
     return {
-        "causal": lambda *tensors: _mix(*tensors, None),
-        f"documents of {part}": lambda *tensors: _mix(*tensors, documents),
-        f"a window of {part}": lambda *tensors: _mix(*tensors, None, part),
+        "causal": partial(_mix, documents=None),
+        f"documents of {part}": partial(_mix, documents=documents),
+        f"a window of {part}": partial(_mix, documents=None, window=part),
         "torch's, documents as a mask": masked((behind >= 0) & same),
         "torch's, the window as a mask": masked((behind >= 0) & (behind < part)),
     }

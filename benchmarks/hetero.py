@@ -32,7 +32,7 @@ from hethub.planner.problem.problem import Batch
 from hethub.predictor import LayerCost, predict
 from hethub.predictor.memory.ranks import RankMemory, rank_memory
 from hethub.report.drawing import stacked
-from hethub.spec.accelerator import AcceleratorSpec
+from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
@@ -44,7 +44,8 @@ from hethub.spec.plan import PlanSpec
 MODEL = ModelSpec(name="pocket", layers=8, hidden=64, heads=4, kv_heads=2, ffn=176, vocab=256, max_seq_len=64)
 ZORSE_MODEL = MODEL.replace(name="state-heavy", layers=16, hidden=128, ffn=352)
 CEPHALO_MODEL = MODEL.replace(name="wide", hidden=256, ffn=704)  # more state to an activation the wider it is
-SEQ_LEN, PRECISION = 32, "fp32"
+SEQ_LEN = 32
+PRECISION: Precision = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +228,7 @@ def cephalo(bench: Bench) -> None:
     """
     case, goal = "Cephalo, state fits only unevenly", "trains; ≥ 0.95 of the throughput without the memory limit"
     fast, slow, global_batch = pocket("A100-PCIe-40GB"), pocket("V100-PCIe-16GB"), 40
-    wishes = {"model": CEPHALO_MODEL, "recompute": "full", "reserve": 0.0}
+    wishes: dict[str, Any] = {"model": CEPHALO_MODEL, "recompute": "full", "reserve": 0.0}
     free = cluster("cephalo", (fast, 2), (slow, 2))
     roomy = planned(free, global_batch, "cephalo", **wishes)
     used = rank_memory(sharded(roomy, state_shares={0: 0.1, 1: 0.1}))

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # behind site-packages: only `tests` is meant
 
-import simgrid  # type: ignore[import-not-found]
+import simgrid
 
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.links import Network
@@ -48,7 +48,7 @@ SETTINGS = {"network/model": "CM02", "network/TCP-gamma": 1e20, "network/crosstr
 def drawn(chance: random.Random, schedules: Sequence[ScheduleName]) -> Layout:
     """Two to four stages of one to four replicas on machines of one to four accelerators, some behind a rack's uplink."""
     pp, dp = chance.randint(2, 4), chance.choice((1, 2, 4))
-    nodes, left = [], pp * dp
+    nodes, left = list[dict[str, Any]](), pp * dp
     while left:
         count = min(left, chance.choice((1, 2, 4)))
         left -= count
@@ -107,7 +107,8 @@ def _simulate(layout: Layout, costs: PlanCosts, result: Connection) -> None:
             connections[actor_of[graph.sources[node]], actor_of[node]].append(node)
     _connect(zone, hosts, network, {pair: (leader[pair[0]], leader[pair[1]]) for pair in connections})
     zone.seal()
-    done, arrived = defaultdict(lambda: simgrid.Semaphore(0)), defaultdict(lambda: simgrid.Semaphore(0))
+    done: defaultdict[int, Any] = defaultdict(lambda: simgrid.Semaphore(0))
+    arrived: defaultdict[int, Any] = defaultdict(lambda: simgrid.Semaphore(0))
 
     def works(order: list[int]) -> None:
         for node in order:
@@ -186,11 +187,11 @@ def main() -> None:
     print("| | pipelines | mean error | worst | within 5 % | without pace: mean error | worst |")
     print("|---|---|---|---|---|---|---|")
     for name, rows in sorted(found.items()):
-        paced, before = ([abs(100 * value) for value in own] for own in zip(*rows, strict=True))
-        within = 100 * sum(value <= 5 for value in paced) / len(paced)
+        with_pace, without = ([abs(100 * value) for value in own] for own in zip(*rows, strict=True))
+        within = 100 * sum(value <= 5 for value in with_pace) / len(with_pace)
         print(
-            f"| {name} | {len(rows)} | {statistics.mean(paced):.1f} % | {max(paced):.0f} % | {within:.0f} % "
-            f"| {statistics.mean(before):.1f} % | {max(before):.0f} % |"
+            f"| {name} | {len(rows)} | {statistics.mean(with_pace):.1f} % | {max(with_pace):.0f} % | {within:.0f} % "
+            f"| {statistics.mean(without):.1f} % | {max(without):.0f} % |"
         )
 
 

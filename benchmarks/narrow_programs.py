@@ -17,6 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,11 @@ def drawn(seed: int) -> dict[str, tuple[Callable[[], nn.Module], Batch]]:
         width, layers = draw.choice((32, 48, 64, 96, 128, 192, 256, 384)), draw.randint(1, 4)
         batch, activation = draw.choice((2, 4, 6, 8, 12, 16, 24)), draw.choice((nn.ReLU, nn.SiLU, nn.Tanh, nn.GELU))
         kinds: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
-            "chain": (lambda width=width: Chain(width), rows(width, 8 * batch)),
-            "ViT": (lambda width=width, layers=layers: Images(width, layers), images(batch)),
-            "BERT": (lambda width=width, layers=layers: Words(width, layers), words(batch)),
-            "BERT-MoE": (lambda width=width, layers=layers: Words(width, layers + 1, 4), words(batch)),
-            "pixels": (lambda width=width, own=activation: Pixels(width // 4, own), pixels(batch)),
+            "chain": (partial(Chain, width), rows(width, 8 * batch)),
+            "ViT": (partial(Images, width, layers), images(batch)),
+            "BERT": (partial(Words, width, layers), words(batch)),
+            "BERT-MoE": (partial(Words, width, layers + 1, 4), words(batch)),
+            "pixels": (partial(Pixels, width // 4, activation), pixels(batch)),
         }
         kind = draw.choice(sorted(kinds))
         found[f"{number}: {kind} of {width}, batch {batch}"] = kinds[kind]
@@ -140,8 +141,8 @@ def by_kind(graph: Graph, costs: Costs, step: Step, inputs: Batch, turns: int) -
         step.loss(*inputs)
     found: Kinds = defaultdict(list)
     for operator, own in zip(graph.operators, taken, strict=True):
-        priced = sum(costs.operator(graph, operator))[0]
-        found[kind_of(operator)].append((statistics.median(own) / 1e9, priced))
+        starting, working = costs.operator(graph, operator)
+        found[kind_of(operator)].append((statistics.median(own) / 1e9, float(starting[0] + working[0])))
     return found
 
 

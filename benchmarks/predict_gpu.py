@@ -58,7 +58,12 @@ def _name(options: dict[str, Any]) -> str:
 def plans(steps: int, *, on_gpu: bool) -> list[Plan]:
     """Those of every model together, so that each model is profiled once."""
     offloads = [["parameters"], ["optimizer"], ["activations"], ["parameters", "optimizer"]]
-    options = [{}, {"recompute": "selective"}, {"recompute": "full"}, *({"offload": each} for each in offloads)]
+    options: list[dict[str, Any]] = [
+        {},
+        {"recompute": "selective"},
+        {"recompute": "full"},
+        *({"offload": each} for each in offloads),
+    ]
     of_all = [(_name(each), each) for each in options]
     if not on_gpu:
         small = Subject(model=SMALL, precision="fp32", seq_len=32, samples=2, steps=steps)

@@ -288,11 +288,11 @@ def scattered(execution: Execution) -> Execution:
     """The data-parallel program with every parameter cut along the dimension with the most atoms, as ZeRO keeps it."""
     model = execution.model
     kept: dict[str, State] = {}
+    axes = model.rules.axes
     for name, tensor in model.graph.parameters.items():
-        cuts = [
-            cut for cut in model.rules.cuts(tensor) if model.rules.axes[model.rules.axis(tensor, cut)].atoms >= RANKS
-        ]
-        kept[name] = max(cuts, key=lambda cut: model.rules.axes[model.rules.axis(tensor, cut)].atoms, default=WHOLE)
+        atoms = {cut: axes[model.rules.axis(tensor, cut)].atoms for cut in model.rules.cuts(tensor)}
+        finest = max(atoms, key=lambda cut: atoms[cut], default=None)
+        kept[name] = WHOLE if finest is None or atoms[finest] < RANKS else finest
     return Execution(model, execution.numbers, kept, execution.shares)
 
 

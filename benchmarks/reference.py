@@ -107,18 +107,18 @@ def main() -> int:
     different = 0
     for sort in options.sorts or SORTS:
         path = FOLDER / f"{sort}.json"
-        found = {"machine": machine(), "results": SORTS[sort]()}
+        results, own = SORTS[sort](), machine()
         if options.write:
             path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(found, indent=1) + "\n")
+            path.write_text(json.dumps({"machine": own, "results": results}, indent=1) + "\n")
             continue
         known = json.loads(path.read_text())
-        if known["machine"] != found["machine"]:
-            print(f"{sort}: the reference is of {known['machine']}, this is {found['machine']}")
-        names = known["results"].keys() | found["results"].keys()
-        wrong = [name for name in names if known["results"].get(name) != found["results"].get(name)]
+        if known["machine"] != own:
+            print(f"{sort}: the reference is of {known['machine']}, this is {own}")
+        names = known["results"].keys() | results.keys()
+        wrong = [name for name in names if known["results"].get(name) != results.get(name)]
         for name in sorted(wrong):
-            print(f"{sort}, {name}: was {known['results'].get(name)}, is {found['results'].get(name)}")
+            print(f"{sort}, {name}: was {known['results'].get(name)}, is {results.get(name)}")
         print(f"{sort}: {len(names) - len(wrong)} of {len(names)} equal")
         different += len(wrong)
     return 1 if different else 0

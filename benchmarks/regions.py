@@ -21,6 +21,7 @@ from hethub.planner import plan
 from hethub.planner.evaluate.outlook import Outlooks
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
+from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.model import ModelSpec
@@ -107,7 +108,7 @@ def question(seed: int) -> Question:
         name="drawn", layers=layers, hidden=hidden, heads=hidden // 128, kv_heads=hidden // 128,
         ffn=int(2.7 * hidden) // 64 * 64, vocab=32000, max_seq_len=4096,
     )  # fmt: skip
-    half = "fp16" if any(name.startswith("V100") for name in accelerators) else "bf16"
+    half: Precision = "fp16" if any(name.startswith("V100") for name in accelerators) else "bf16"
     return Question(nodes, region_of, gbps, model, Batch(draw.choice([128, 256, 512]), 4096, half))
 
 

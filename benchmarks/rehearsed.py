@@ -15,6 +15,7 @@ import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
@@ -59,13 +60,13 @@ def drawn(count: int, number: int) -> list[Case]:
 
 def on_random_cluster(case: Case, draw: random.Random) -> Layout:
     """The case on machines of one to all of its ranks. Raises BadInput where it does not fit."""
-    nodes = []
-    for letter, own in itertools.groupby(case.vendors):
+    nodes = list[dict[str, Any]]()
+    for letter, ranks in itertools.groupby(case.vendors):
         nodes.append(
             {
                 "name": f"n{len(nodes)}",
                 "accelerator": draw.choice(ACCELERATORS[letter]),
-                "accelerators": len(list(own)),
+                "accelerators": len(list(ranks)),
                 "gbps_per_nic": draw.choice([3, 10, 100]),
             }
         )

@@ -140,7 +140,11 @@ def hethub_step(world: Any, build: str, *, document_mask: bool = False) -> Step:
     trainer = Trainer(layout, world, dataset, TRAIN, document_mask=document_mask)
     trainer.initialise()
     steps = iter(range(1, 10_000))
-    return lambda: trainer.run_step(next(steps)) and None
+
+    def step() -> None:
+        trainer.run_step(next(steps))
+
+    return step
 
 
 def _replica(ranks: list[int], samples: int, micro_batch: int) -> dict[str, Any]:
@@ -247,7 +251,7 @@ def tensor_parallel_step(world: Any, compiled: Compile) -> Step:
 
     def clip(model: nn.Module) -> None:
         """clip_grad_norm_ refuses sharded beside plain gradients, so the norm is summed by hand, on local shards."""
-        grads = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
+        grads = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters() if p.grad is not None]
         square = torch.stack(torch._foreach_norm(grads)).square().sum()
         dist.all_reduce(square, group=group)
         torch._foreach_mul_(grads, min(1.0, 1.0 / (float(square) ** 0.5 + 1e-6)))

@@ -59,7 +59,11 @@ def trained(world: Any, model: ModelSpec, zero: int, seq_len: int) -> Callable[[
     trainer = Trainer(layout, world, dataset, TrainSpec(steps=10_000, warmup_steps=1, lr=1e-4, min_lr=1e-5))
     trainer.initialise()
     steps = iter(range(1, 10_000))
-    return lambda: trainer.run_step(next(steps)) and None
+
+    def step() -> None:
+        trainer.run_step(next(steps))
+
+    return step
 
 
 def computed(model: ModelSpec, seq_len: int) -> Callable[[], None]:
