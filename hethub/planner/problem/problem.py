@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import permutations
 from typing import NamedTuple
 
 from hethub.predictor.cost.cache import memoized
@@ -151,14 +152,15 @@ class Problem:
 
     @cached_property
     def forbidden(self) -> frozenset[frozenset[int]]:
-        """Pairs of device types that may not share a stage."""
-        named = [{device_type.accelerator.name, device_type.island} for device_type in self.device_types]
+        """Pairs of device types that may not share a stage: those the job forbids and, where every stage is to keep its
+        optimizer state whole, those of unlike islands."""
+        types = self.device_types
+        named = [{own.accelerator.name, own.island} for own in types]
         return frozenset(
             frozenset((a, b))
-            for one, other in self.constraints.forbid
-            for a, first in enumerate(named)
-            for b, second in enumerate(named)
-            if a != b and one in first and other in second
+            for a, b in permutations(range(len(types)), 2)
+            if any(one in named[a] and other in named[b] for one, other in self.constraints.forbid)
+            or (self.zeros == (0,) and types[a].island != types[b].island)
         )
 
     def forbids_any(self, mixtures: Iterable[Iterable[int]]) -> bool:

@@ -180,9 +180,9 @@ def in_modes(incumbent: Incumbent, effort: Effort, table: Table, found: Sequence
 def thriftiest(problem: Problem, table: Table) -> Table:
     """Return a table of only the combinations that need the least memory, and let them need as much as they do. It is used
     where no cut fits."""
-    least = (problem.recomputes[-1], problem.micro_batches[0])
-    first = min(table.used)
-    rows = [row for row, c in enumerate(table.combinations) if (c.recompute, c.micro_batches[first]) == least]
+    least = (problem.recomputes[-1], {problem.micro_batches[0]})
+    sizes = [{own.micro_batches[device_type] for device_type in table.used} for own in table.combinations]
+    rows = [row for row, own in enumerate(table.combinations) if (own.recompute, sizes[row]) == least]
     return replace(table.only(rows), memory_counts=False)
 
 

@@ -1,5 +1,6 @@
 """What of a cluster is alike, and which replicas its machines can hold."""
 
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -71,3 +72,13 @@ def test_of_several_forbidden_pairs_each_is_kept_apart() -> None:
         is_forbidden = len({names[own] for own in stage}) > 1
         assert problem.forbids_any(iter(own) for own in [(), stage]) == is_forbidden
     assert len(problem.forbidden) == 2
+
+
+def test_stages_that_keep_their_optimizer_state_whole_lie_on_one_island() -> None:
+    on = cluster(("nvidia", 1, 0.1, 4.0), ("nvidia", 1, 0.2, 4.0), ("amd", 1, 0.1, 4.0))
+    whole, free = (pose(TINY, on, Batch(8, 64, "fp32"), ConstraintsSpec(zero=level)) for level in (0, None))
+    islands = [own.island for own in whole.device_types]
+    alike = {frozenset(own for own, island in enumerate(islands) if island == name) for name in ("nvidia", "amd")}
+    assert sorted(map(len, alike)) == [1, 2]
+    assert {*whole.forbidden} == {frozenset(own) for own in combinations(range(3), 2)} - alike
+    assert not free.forbidden

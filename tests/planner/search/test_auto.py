@@ -18,9 +18,12 @@ from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.planner.search.auto import MOST_CUTS, in_modes
 from hethub.planner.search.effort import effort_for
-from tests.planner.problems import TINY, cluster, incumbent_of
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.lookup import load_model
+from tests.planner.problems import TINY, answer, cluster, incumbent_of
 
-ABLATION = Path(__file__).resolve().parents[3] / "benchmarks" / "ablation.py"
+ROOT = Path(__file__).resolve().parents[3]
+ABLATION = ROOT / "benchmarks" / "ablation.py"
 
 
 def wide() -> Problem:
@@ -59,6 +62,14 @@ def test_of_each_number_of_stages_only_some_cuts_are_kept():
         <= PER_SORT
         < max(Counter(len(own.stages) for own in best_cuts(problem, table, 64)).values())
     )
+
+
+def test_where_little_fits_every_device_type_is_tried_with_its_smallest_micro_batch() -> None:
+    """Only the first one was, and the four cuts that were tried had larger ones for the other: "no plan fits"."""
+    nodes = [{"name": name, "accelerator": name, "accelerators": 2, "gbps_per_nic": 25} for name in ("A10G", "L40S")]
+    on = ClusterSpec.model_validate({"name": "tight", "nodes": nodes})
+    asked = pose(load_model("configs/models/llama2-7b.yaml", ROOT), on, Batch(64, 2048, "fp16"))
+    assert answer(asked).prediction.fits
 
 
 NAMES = "import runpy, sys; print(*{n for of in runpy.run_path(sys.argv[1])['CHANGES'].values() for n in of()})"
