@@ -1,6 +1,7 @@
-"""Seconds of microbatches on units of each device type, from the predictor's own layer and link costs: what guides the search.
+"""Seconds of microbatches and messages on units of each device type, which guide the search.
 
-The evaluator of every plan is the predictor. These figures are its figures for one replica, without a plan around it.
+They are the predictor's own costs of layers and links, asked for one replica without a plan around it. Plans themselves
+are evaluated by the predictor.
 """
 
 from functools import partial
@@ -28,14 +29,14 @@ Groups = tuple[ReplicaGroup, ...]  # of a stage
 
 
 class Rate(NamedTuple):
-    """Seconds of one micro-batch on a unit: per layer, and what embedding and head add."""
+    """Seconds of one microbatch on a unit: of a layer, and what embedding and head add."""
 
     layer: PassSeconds
     embedding: PassSeconds
     head: PassSeconds
 
     def microbatch(self, layers: int, first: bool, last: bool) -> PassSeconds:
-        """Forward and backward of one microbatch of a stage."""
+        """Return the seconds of one microbatch on a stage, forward and backward."""
         forward, backward = layers * self.layer.forward, layers * self.layer.backward
         for there, part in ((first, self.embedding), (last, self.head)):
             if there:
@@ -44,7 +45,7 @@ class Rate(NamedTuple):
 
 
 class UnitCosts:
-    """Rates by device type, TP degree, micro-batch and recompute."""
+    """The costs of one problem's units, by device type, TP degree, micro-batch and recompute."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -61,7 +62,7 @@ class UnitCosts:
 
     @memoized
     def rate(self, device_type: int, tp: int, samples: int, recompute: Recompute) -> Rate:
-        """Seconds per micro-batch of `samples` on a unit of `tp` ranks of the device type."""
+        """Return the seconds of a microbatch of `samples` on a unit of `tp` ranks of the device type."""
         problem, cost = self.problem, self.layer_costs[device_type]
         tokens = samples * problem.batch.seq_len
         all_reduce = partial(self.all_reduce, device_type, tp)
@@ -80,14 +81,14 @@ class UnitCosts:
         )
 
     def worker(self, stage: CandidateStage, group: ReplicaGroup, first: bool, last: bool) -> Worker:
-        """One of the group's replicas with the seconds of its microbatches of every size."""
+        """Return one of the group's replicas with the seconds of its microbatches of each size."""
         rates = (self.rate(group.device_type, group.tp, b, stage.recompute) for b in range(1, group.micro_batch + 1))
         # More samples never count as less work, whatever a measured profile says.
         microbatches = accumulate((rate.microbatch(stage.layers, first, last).total for rate in rates), max)
         return Worker(group.micro_batch, tuple(microbatches))
 
     def coefficients(self, device_type: int, tp: int, micro_batch: int, mode: Mode) -> Coefficients:
-        """What a rank of the device type needs of memory."""
+        """Return how the memory of a rank of the device type grows with layers and microbatches."""
         on_cpu = self._on_cpu[device_type]
         found = self.memory.coefficients(on_cpu, tp, micro_batch, mode)
         if len(self.problem.cluster.islands[self.problem.device_types[device_type].island]) > 1:
@@ -97,11 +98,11 @@ class UnitCosts:
 
     @memoized
     def deferred_wgrad(self, device_type: int, tp: int, samples: int) -> float:
-        """Seconds of a layer's backward that zero_bubble puts off: its weights' gradients."""
+        """Return the seconds of a layer's weights' gradients, which zero_bubble puts off."""
         return self.layer_costs[device_type].weight_seconds(samples, tp, 1 / tp)
 
     def all_reduce(self, device_type: int, tp: int, num_bytes: float) -> float:
-        """Seconds to sum so much over a unit."""
+        """Return the seconds of an all-reduce over a unit of `tp` ranks."""
         if tp == 1:
             return 0.0
         machines = self.problem.device_types[device_type].machines
@@ -109,7 +110,8 @@ class UnitCosts:
         return self.network.all_reduce(group, num_bytes, self.network.sharing(group))
 
     def p2p_seconds(self, candidate: Candidate) -> list[float]:
-        """Seconds of one microbatch over each boundary, from the slowest pair of sorts, before ranks are named."""
+        """Return the seconds of one microbatch over each boundary between stages, of the slowest pair of sorts. Ranks are
+        not assigned yet."""
         return self._boundaries(tuple([stage.groups for stage in candidate.stages]))
 
     @memoized
@@ -134,7 +136,7 @@ class UnitCosts:
         )
 
     def _pair_seconds(self, sender: ReplicaGroup, receiver: ReplicaGroup, neighbours: bool) -> float:
-        """Seconds of one microbatch from a replica to another, on one machine or on two of their device types."""
+        """Return the seconds of one microbatch from one replica to another, on the same machine if they are neighbours."""
         one = self.problem.device_types[sender.device_type].machines
         two = self.problem.device_types[receiver.device_type].machines
         source = one[0][0]
@@ -148,15 +150,16 @@ class UnitCosts:
         return seconds + max(told, default=0.0)
 
     def layer_rate(self, device_type: int) -> float:
-        """The device type's best layer-samples per second, which weights its part of the batch when it is planned alone."""
+        """Return the device type's best layers times samples per second. It weights the device type's part of the batch
+        when that is planned alone."""
         return self.layer_costs[device_type].best_layer_samples_per_second(self.problem.batch.global_batch)
 
 
 def rank_parameters(
     model: ModelSpec, tp: np.ndarray, layers: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> np.ndarray:
-    """Parameters, by stage, that it sums over its replicas, on the fullest of `tp` ranks. A tied head apart from the
-    embedding is summed over both ends (`Estimator`), and counts with neither."""
+    """Return the parameters that each stage sums over its replicas, on the fullest of `tp` ranks, [stage]. A tied head on
+    another stage than the embedding is summed over both stages (`Estimator`) and counted in neither."""
     held = [RankParameters.of(model, rank_widths(model, degree)[0]) for degree in tp.tolist()]
     rank = RankParameters(*map(np.array, zip(*held, strict=True)))
     apart = first & ~last if model.tied_head else np.zeros_like(first)

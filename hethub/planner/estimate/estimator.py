@@ -1,8 +1,9 @@
-"""A step's seconds in closed form: ranks candidates before the predictor evaluates the best of them.
+"""Estimate a step's seconds in closed form. The search ranks candidates by it, and the predictor evaluates the best.
 
-Per stage (`stage_times`): the exact busy time of its slowest replica, one microbatch's latency, the gradients'
-reduction. Over stages: the slowest way from the first forward to the last backward through each stage under 1F1B, and
-the slowest critical cycle that microbatches in flight allow; for many candidates at once.
+What is known of each stage (`stage_times`): how long its slowest replica is busy, how long one microbatch takes, and how
+long its gradients' reduction takes. The step is the longest of two: the slowest path from the first forward to the last
+backward through any one stage, and the slowest cycle in which stages wait for each other because few microbatches are
+in flight. All of it is computed for many candidates at once.
 """
 
 from collections import defaultdict
@@ -25,8 +26,9 @@ SLOWER, PACES = 0.9, 10  # paces tried for fewer microbatches in flight where me
 class Estimate(NamedTuple):
     """What is estimated of a candidate.
 
-    Microbatches in flight are by depth, or with extra in flight as many as the critical cycles need to run at the pace of
-    the busiest stage, where they fit; never fewer than the stage below holds.
+    A stage holds as many microbatches in flight as there are stages from it to the last. A candidate with extra in flight
+    holds as many as let the busiest stage work without waiting, if memory allows. No stage holds fewer samples than the
+    next one.
     """
 
     seconds: float  # its step
@@ -36,8 +38,8 @@ class Estimate(NamedTuple):
 
 
 class Estimator:
-    """The cost model of a problem. Stages and candidates seen before cost nothing, many at once little more than
-    one."""
+    """The cost model of a problem. Stages and candidates that were seen before are looked up, and estimating many
+    candidates at once takes little longer than one."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.unit_costs = problem, UnitCosts(problem)
@@ -46,7 +48,8 @@ class Estimator:
         self._estimated: dict[Candidate, Estimate] = {}
 
     def estimate(self, candidates: Iterable[Candidate]) -> list[float]:
-        """The estimated steps of all candidates at once. Asking for each is then for nothing."""
+        """Return the estimated step of each candidate, in seconds. All are computed together and kept, so that asking for
+        one of them again is a lookup."""
         asked = list(candidates)
         new = [candidate for candidate in dict.fromkeys(asked) if candidate not in self._estimated]
         alike = defaultdict[object, list[tuple[Candidate, list[int]]]](list)
@@ -58,12 +61,12 @@ class Estimator:
         return [self._estimated[candidate].seconds for candidate in asked]
 
     def seconds(self, candidate: Candidate) -> float:
-        """The estimated step; infinite where a stage has more replicas than samples, or where it mixes what it must
-        not."""
+        """Return the estimated step. It is infinite where a stage has more replicas than there are samples, or holds device
+        types that may not share a stage."""
         return self.of(candidate).seconds
 
     def likely_fits(self, candidate: Candidate) -> bool:
-        """Whether it fits, or so nearly that only the evaluator can tell."""
+        """Whether the candidate fits by the estimate, or so nearly that only the evaluator can tell."""
         return self.of(candidate).fits
 
     def is_faster(self, candidate: Candidate, seconds: float) -> bool:
@@ -72,26 +75,26 @@ class Estimator:
         return own.seconds < seconds and own.fits
 
     def below(self, candidates: Iterable[Candidate], seconds: float) -> list[Candidate]:
-        """The unlike ones of the candidates whose estimate is below `seconds` and that likely fit."""
+        """Return the candidates whose estimate is below `seconds` and that likely fit, each once."""
         unlike = list(dict.fromkeys(candidates))
         self.estimate(unlike)
         return [candidate for candidate in unlike if self.is_faster(candidate, seconds)]
 
     def least(self, candidate: Candidate) -> float:
-        """Seconds that the candidate's busiest replica computes at least, whatever the schedule: no prediction is
-        shorter."""
+        """Return a lower bound of the predicted step: the seconds for which the busiest replica computes under any
+        schedule."""
         return max([own.seconds for own in self._rows.divided([candidate])[0]])
 
     def bound(self, candidates: Iterable[Candidate]) -> None:
-        """Finds for all candidates at once what they compute at least. Asking for each then takes little."""
+        """Compute the lower bounds of all candidates at once, so that `least` only looks them up."""
         self._rows.divided(list(candidates))
 
     def samples(self, candidate: Candidate) -> list[list[int]]:
-        """About how many samples each replica takes, by stages and groups."""
+        """Return about how many samples each replica takes, by stage and group."""
         return [own.samples for own in self._rows.divided([candidate])[0]]
 
     def of(self, candidate: Candidate) -> Estimate:
-        """All that is estimated of a candidate."""
+        """Return everything that is estimated of a candidate."""
         found = self._estimated.get(candidate)
         if found is None:
             self.estimate([candidate])
@@ -99,7 +102,7 @@ class Estimator:
         return found
 
     def is_possible(self, candidate: Candidate) -> bool:
-        """Whether every replica can have a sample and no stage mixes what it must not."""
+        """Whether every replica can have a sample and no stage holds device types that may not share one."""
         return (
             max(candidate.replica_counts) <= self.problem.batch.global_batch
             and candidate.is_executable
@@ -107,7 +110,8 @@ class Estimator:
         )
 
     def _estimate(self, candidates: Sequence[Candidate], rows: np.ndarray) -> list[Estimate]:
-        """Candidates of equally many stages under one schedule, whose stages stand in these rows."""
+        """Estimate candidates that have equally many stages and one schedule. `rows` [candidate, stage] are the rows of
+        their stages."""
         own = self._side_by_side(candidates, rows)
         held, fits = self._held(own)
         seconds = self._seconds(own, held)
@@ -122,7 +126,7 @@ class Estimator:
         return _SideBySide(candidates, rows, stages, p2p_seconds, trips)
 
     def _seconds(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
-        """[candidate]: the step with so many microbatches in flight."""
+        """Return the step of each candidate if its stages hold `held` [candidate, stage] microbatches in flight."""
         stages, p2p_seconds, trips = own.stages, own.p2p_seconds, own.trips
         # Who has the shorter update begins the next step while others still step (predictor/step.py).
         first = stages.finish.min(axis=1)
@@ -150,8 +154,8 @@ class Estimator:
         return end + np.maximum(0.0, (reduce - drain).max(axis=1)) + first
 
     def _between_chunks(self, own: "_SideBySide") -> tuple[np.ndarray, np.ndarray]:
-        """[candidate, stage]: seconds that stages of several chunks wait for microbatches to come round, and those of their
-        reduction that go beside their last backwards."""
+        """Return two arrays [candidate, stage] for stages of several chunks: the seconds they wait for microbatches to come
+        round the pipeline, and the seconds of their reduction that overlap with their last backwards."""
         stages, chunks, every = own.stages, own.pattern.chunks, np.ceil(own.stages.microbatches)
         if own.pattern.holds_all:
             return in_flight.waits_between_chunks(stages, own.p2p_seconds, every, chunks), stages.covered
@@ -163,7 +167,7 @@ class Estimator:
         return np.maximum(waits, carried - stages.busy), np.maximum(stages.covered, beside)
 
     def _held(self, own: "_SideBySide") -> tuple[np.ndarray, np.ndarray]:
-        """Microbatches in flight [candidate, stage], and whether they fit [candidate]."""
+        """Return the microbatches in flight [candidate, stage], and whether they fit [candidate]."""
         if own.pattern.schedule not in EXTRA_IN_FLIGHT:
             held = self._held_under(own)
         elif own.extra_in_flight and own.depth > 1:
@@ -173,14 +177,14 @@ class Estimator:
         return held, self._has_room(own, held, own.stages.most) & self._hosts_have_room(own, held)
 
     def _hosts_have_room(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
-        """[candidate]: whether all hosts together have room for what all ranks offload."""
+        """Whether all hosts together have room for what all ranks offload, for each candidate."""
         hosted = own.stages.host + held * own.stages.host_microbatch
         ranks = np.array([[stage.ranks for stage in candidate.stages] for candidate in own.candidates])
         return (hosted * ranks).sum(axis=1) <= ranks.sum(axis=1)
 
     def _held_under(self, own: "_SideBySide") -> np.ndarray:
-        """[candidate, stage]: microbatches held under schedules that leave no choice: all, or interleaved what fills
-        the pipeline (arXiv 2104.04473, §2.2), in whole stages' microbatches."""
+        """Return the microbatches in flight [candidate, stage] under schedules that leave no choice: all of a step, or under
+        interleaved those that fill the pipeline (arXiv 2104.04473, §2.2), counted as microbatches of a whole stage."""
         every, chunks = np.ceil(own.stages.microbatches), own.pattern.chunks
         if own.pattern.holds_all:
             return every
@@ -188,9 +192,11 @@ class Estimator:
         return np.minimum((2 * after + (chunks - 1) * own.depth + 1) / chunks, every)
 
     def _enough(self, own: "_SideBySide") -> np.ndarray:
-        """[candidate, stage]: as many microbatches in flight as hide what can be hidden, or at a slower pace what there is
-        memory for. Where weights' gradients are put off, as many as under the problem's schedule keep the gaps to be filled
-        few; more, where wanted, leave none."""
+        """Return the microbatches in flight [candidate, stage] that hide as much waiting as can be hidden. Where memory does
+        not allow so many, return those that allow the fastest of several slower paces.
+
+        Under zero_bubble, weights' gradients fill what gaps are left, so as many as under the problem's own schedule will
+        do. A candidate may ask for more, which leave no gaps at all."""
         plain, trips = own.stages, own.trips
         if own.pattern.defers_wgrad:
             plain = self._rows.figures(self._rows.of(own.candidates, Pattern(self.problem.schedule)))
@@ -203,9 +209,10 @@ class Estimator:
         return held if own.extra_in_flight == 1 else self._without_waits(own, held)
 
     def _without_waits(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
-        """[candidate, stage]: as many microbatches in flight under zero_bubble as a stage can send down until the first
-        is back, or as near to that from those `held` as there is memory: none gets more than the stage above it does,
-        since two stages that hold as many wait for each other."""
+        """Return the microbatches in flight [candidate, stage] under zero_bubble with which no stage waits: as many as it
+        can send on before the first comes back. Where memory is short, return as many of the additional ones (beyond
+        `held`) as there is room for. No stage gets more additional ones than the stage before it, since two neighbours
+        that hold equally many wait for each other."""
         stages, micro = own.stages, own.stages.microstep
         sent = in_flight.sent_until_back(own.trips[:, :, -1] - stages.microbatch, stages.forward, micro)
         most = np.minimum(sent, np.minimum(stages.sure, np.ceil(stages.microbatches)))
@@ -220,16 +227,17 @@ class Estimator:
         return np.where(self._has_room(own, wanted, stages.sure)[:, None], wanted, held)
 
     def _has_room(self, own: "_SideBySide", held: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """[..., candidate]: whether every stage holds at `most` so many microbatches in flight [..., candidate, stage], and
-        has room for what zero_bubble may put off."""
+        """Whether no stage holds more than its `most` [candidate, stage] of `held` [..., candidate, stage], and every stage
+        has room for the weights' gradients that zero_bubble may put off: [..., candidate]."""
         able = np.all(held <= most, axis=-1)
         if own.pattern.defers_wgrad:
             able &= (own.stages.microstep * held).max(axis=-1) <= self._most_under_way(own, held)
         return able
 
     def _most_under_way(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
-        """[..., candidate]: up to how many samples every stage has memory for under zero_bubble, where all others may put
-        off as many as are under way in one of them, beside the microbatches it holds, but no more than it has."""
+        """Return how many samples may be under way under zero_bubble, [..., candidate], so that every stage has memory for
+        them: beside the microbatches it holds, it may have to put off the weights' gradients of as many samples as are
+        under way in any other stage, but never of more than it has."""
         free, microbatch, each = self._rows.rooms(own.rows)  # [candidate, stage, sort]
         deferred_wgrad = np.trunc((free - held[..., None] * microbatch) / np.maximum(each, 1.0)).min(axis=-1)
         boundless = deferred_wgrad >= np.maximum(np.ceil(own.stages.microbatches) - held, 0)
@@ -237,7 +245,8 @@ class Estimator:
         return most.min(axis=-1)
 
     def _tied(self, candidate: Candidate) -> float:
-        """Seconds to sum a tied head's gradients over the ranks of both ends, and to send its new weights."""
+        """Return the seconds that a tied head takes: to sum its gradients over the ranks of both ends of the pipeline, and
+        to send its new weights."""
         groups = merged([*candidate.stages[0].groups, *candidate.stages[-1].groups])
         latency, per_byte = self.times.collective(groups)
         each = self.problem.model.vocab * self.problem.model.hidden / min(own.tp for own in groups)
@@ -245,8 +254,9 @@ class Estimator:
 
 
 class _SideBySide(NamedTuple):
-    """Candidates of equally many stages under one schedule: the rows of their stages [candidate, stage], the figures of
-    these, seconds of one microbatch over each boundary [candidate, boundary] and around [candidate, s, t]."""
+    """Candidates of equally many stages under one schedule: the rows of their stages [candidate, stage], the figures in
+    these rows, the seconds of one microbatch over each boundary [candidate, boundary], and those of its round trip from
+    stage s to stage t and back [candidate, s, t]."""
 
     candidates: Sequence[Candidate]
     rows: np.ndarray
@@ -264,5 +274,5 @@ class _SideBySide(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """How many stages each has."""
+        """The number of stages of each candidate."""
         return self.rows.shape[1]

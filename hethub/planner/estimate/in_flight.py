@@ -1,9 +1,11 @@
-"""Microbatches in flight by estimate: how long a microbatch takes to turn somewhere below and come back, and how many
-hide that.
+"""Estimate round trips of microbatches, and how many microbatches in flight hide them.
 
-For many candidates of equally many stages at once. Where stages have microbatches of unlike sizes, the largest on the
-way counts: a stage with smaller ones runs several for it. `microbatch` are seconds of one microbatch both ways, `microstep`
-samples of one microbatch on every replica, `held` microbatches in flight, all [candidate, stage]; `trips` come from
+A round trip goes forward from one stage to a later one and backward again. Every function takes many candidates of
+equally many stages at once. Where the microbatches of stages differ in size, the largest one on the way counts, and
+stages with smaller ones run several for it.
+
+Arguments that recur, all [candidate, stage]: `microbatch`, the seconds of one microbatch, forward and backward; `microstep`,
+the samples of one microbatch on all replicas together; `held`, the microbatches in flight. `trips` come from
 `round_trips`.
 """
 
@@ -15,8 +17,8 @@ from hethub.planner.estimate.stage_figures import StageEstimate
 
 
 def round_trips(microbatch: np.ndarray, microstep: np.ndarray, p2p_seconds: np.ndarray) -> np.ndarray:
-    """[candidate, s, t]: for t >= s the seconds until what stage s sends down comes back from stage t, both passes of
-    all on the way included; `p2p_seconds` [candidate, boundary]."""
+    """Return the seconds [candidate, s, t], for t >= s, from the start of a microbatch's forward in stage s to the end of its
+    backward there if it turns back in stage t. `p2p_seconds` [candidate, boundary] are those of one message."""
     starts = np.zeros_like(microbatch)
     np.cumsum(microbatch[:, :-1] + 2 * p2p_seconds, axis=1, out=starts[:, 1:])
     trips = (starts + microbatch)[:, None, :] - starts[:, :, None]
@@ -27,8 +29,8 @@ def round_trips(microbatch: np.ndarray, microstep: np.ndarray, p2p_seconds: np.n
 
 
 def _repeated(microbatch: np.ndarray, microstep: np.ndarray) -> np.ndarray:
-    """[candidate, s, t]: seconds that the stages from s to t take on further microbatches for one of the largest among
-    them."""
+    """Return the additional seconds [candidate, s, t] of a round trip where sizes differ: for one of the largest
+    microbatches on the way, the stages with smaller ones run several."""
     most, beside = _largest_between(microstep), np.zeros((*microstep.shape, microstep.shape[1]))
     size = microstep.max(axis=1)[:, None]
     while (size > microstep).any():
@@ -39,20 +41,21 @@ def _repeated(microbatch: np.ndarray, microstep: np.ndarray) -> np.ndarray:
 
 
 def _largest_between(figures: np.ndarray) -> np.ndarray:
-    """[candidate, s, t]: the largest of the figures [candidate, stage] from s to t, and of 0."""
+    """Return [candidate, s, t]: the largest of the figures [candidate, stage] of the stages from s to t, and at least 0."""
     own = figures[:, None, :] * _upper(figures.shape[1])
     return np.maximum.accumulate(own, axis=2, out=own)
 
 
 @cache
 def _upper(count: int) -> np.ndarray:
-    """[s, t]: 1 where t >= s, else 0."""
+    """Return [s, t]: 1 where t >= s, else 0."""
     return np.triu(np.ones((count, count)))
 
 
 def default_in_flight(microstep: np.ndarray) -> np.ndarray:
-    """How many microbatches each stage holds by default: what is under way below beside the largest microbatch of both, and
-    one more of that below. Of one replica a stage whose sizes divide each other so many as `in_flight_limits` says."""
+    """Return how many microbatches [candidate, stage] each stage holds by default: enough for the samples that the next
+    stage holds and for one more microbatch, the larger one of the two stages. With one replica a stage and sizes that
+    divide each other this is what `in_flight_limits` says."""
     depth = microstep.shape[1]
     held = np.repeat(np.arange(depth, 0.0, -1.0)[None], len(microstep), axis=0)
     unlike = (microstep != microstep[:, :1]).any(axis=1)
@@ -66,9 +69,12 @@ def default_in_flight(microstep: np.ndarray) -> np.ndarray:
 
 
 def slowest_cycle(trips: np.ndarray, microstep: np.ndarray, held: np.ndarray, samples: int) -> np.ndarray:
-    """[candidate]: seconds that the slowest critical cycle holds `samples` up, and of one microbatch through all: a
-    microbatch's backward in stage s lets the next forward go down to stage t, where it comes before the backward that
-    answers it as many microbatches later as both hold. What is held at once waits for none."""
+    """Return the seconds [candidate] that a step of `samples` takes because of its slowest cycle, with one microbatch's way
+    through all stages.
+
+    A cycle: after a microbatch's backward, stage s sends the next forward down to stage t, which runs it before a backward
+    that stage s needs later. What both stages hold says how many microbatches lie between the two. Those that a stage
+    holds from the beginning wait for none."""
     behind, beyond = microstep * (held - 1), np.maximum(samples - microstep * held, 0.0)
     apart, later = (behind + microstep)[:, :-1, None] - behind[:, None, 1:], np.maximum(samples - microstep, 0.0)
     times = np.minimum(later[:, :-1, None] / np.maximum(apart, 1), np.ceil(beyond / microstep)[:, :-1, None])
@@ -78,8 +84,9 @@ def slowest_cycle(trips: np.ndarray, microstep: np.ndarray, held: np.ndarray, sa
 def enough_in_flight(
     trips: np.ndarray, microstep: np.ndarray, pace: np.ndarray, microbatches: np.ndarray
 ) -> np.ndarray:
-    """As many microbatches per stage as its critical cycles need for `pace` [..., candidate] samples per second, as far as
-    there are microbatches [candidate, stage]; never fewer samples than the stage below holds. [..., candidate, stage]."""
+    """Return how many microbatches in flight [..., candidate, stage] the cycles need to reach a `pace` [..., candidate] in
+    samples per second. It is no more than a step has (`microbatches` [candidate, stage]), and no fewer samples than the
+    next stage holds."""
     spare = (microstep != microstep[:, :1]).any(axis=1)
     held = np.ones((*pace.shape, microstep.shape[1]))
     for s in range(microstep.shape[1] - 2, -1, -1):
@@ -93,9 +100,11 @@ def enough_in_flight(
 def waits_between_chunks(
     stages: StageEstimate, p2p_seconds: np.ndarray, passing: np.ndarray, chunks: int
 ) -> np.ndarray:
-    """[candidate, stage]: seconds that stages of so many chunks wait in a step. Microbatches pass a chunk
-    `passing` one behind the other; the first of them must be round the pipeline before the next chunk is begun, the way
-    from the last stage to the first being as long as the longest between two."""
+    """Return the seconds [candidate, stage] that stages of several chunks wait in a step.
+
+    `passing` microbatches go through a chunk one after another. The first of them must have come round the pipeline
+    before the next chunk can begin. The message from the last stage to the first is taken to be as slow as the slowest
+    between two neighbours."""
     between = p2p_seconds.sum(axis=1, keepdims=True)
     longest = p2p_seconds.max(axis=1, initial=0.0, keepdims=True)
     waits = (stages.microbatch.sum(axis=1, keepdims=True) - stages.microbatch) / chunks + 2 * between
@@ -106,8 +115,9 @@ def waits_between_chunks(
 
 
 def sent_until_back(until_back: np.ndarray, forward: np.ndarray, microstep: np.ndarray) -> np.ndarray:
-    """[candidate, stage]: how many microbatches reach a stage, one behind the other at the pace of the slowest forward on
-    the way, until the first is back `until_back` seconds after its own; `forward` are seconds of a microbatch. A stage that
-    holds so many never waits for a backward: where stages are alike it is what ZB-H2 holds (arXiv 2401.10241)."""
+    """Return how many microbatches [candidate, stage] a stage can begin before the first one comes back, which takes
+    `until_back` seconds after its forward. They arrive at the pace of the slowest forward on their way; `forward` are the
+    seconds of one. A stage that holds so many never waits for a backward. Where all stages are alike this is what ZB-H2
+    holds (arXiv 2401.10241)."""
     apart = np.maximum.accumulate(forward / microstep, axis=1) * microstep
     return 1 + np.ceil(until_back / np.maximum(apart, 1e-12) - 1e-6)

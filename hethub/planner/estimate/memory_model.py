@@ -1,8 +1,9 @@
-"""Bytes of a rank by its number of layers: coefficients read off the predictor's own memory on small probes.
+"""Estimate a rank's memory from coefficients that are read off the predictor's own memory on small probes.
 
-A rank's bytes are linear in its layers and in the microbatches it holds, and nearly so in the micro-batch; what ZeRO
-cuts falls with the replicas that share it. So a few probes of hethub.predictor.memory.ranks give every stage's bytes
-without a plan, and stay true when the predictor's memory changes. The predictor evaluates every answer.
+A rank's bytes grow linearly with its layers and with the microbatches it holds, and almost linearly with the
+micro-batch. The part that ZeRO shards is divided by the number of replicas. So a few probes of
+hethub.predictor.memory.ranks are enough for the bytes of any stage, and they stay right when the predictor's memory
+changes. The predictor itself evaluates every answer.
 """
 
 from dataclasses import dataclass
@@ -29,14 +30,16 @@ PROBED_MICRO_BATCHES = (1, 4, 64)
 
 @cache
 def places(count: int) -> tuple[int, ...]:
-    """Where each of so many stages is, as an index of a coefficient's last axis."""
+    """Return the place of each of `count` stages (FIRST, MIDDLE, LAST or ONLY), an index of a coefficient's last axis."""
     return tuple(ENDS.index((stage == 0, stage == count - 1)) for stage in range(count))
 
 
 class Coefficients(NamedTuple):
-    """Bytes of a rank: once + layer * x + microbatch * k + layer_microbatch * x * k for x layers and k microbatches
-    held, by position; the shared state of a rank without sharding: state_once + state_layer * x; and
-    layer_deferred_wgrad * x for every microbatch whose weights' gradients zero_bubble puts off."""
+    """Coefficients of a rank's bytes, each an array by place.
+
+    With x layers and k microbatches in flight a rank needs once + layer * x + microbatch * k + layer_microbatch * x * k.
+    To this come state_once + state_layer * x, which ZeRO divides by the number of shards, and layer_deferred_wgrad * x
+    for each microbatch whose weights' gradients zero_bubble puts off."""
 
     once: np.ndarray
     layer: np.ndarray
@@ -47,18 +50,19 @@ class Coefficients(NamedTuple):
     layer_deferred_wgrad: np.ndarray
 
     def along(self, other: "Coefficients", part: float) -> "Coefficients":
-        """Those on the line to others, a `part` of the way."""
+        """Return the coefficients at a `part` of the way from these to others."""
         return Coefficients(*(one + part * (two - one) for one, two in zip(self, other, strict=True)))
 
     def most_layers(self, held: np.ndarray, shards: "int | np.ndarray", capacity: "float | np.ndarray") -> np.ndarray:
-        """Layers, and parts of one, that fit beside so many microbatches held and state cut into so many shards."""
+        """Return how many layers, and parts of one, fit into `capacity` bytes with `held` microbatches in flight and state
+        cut into `shards`."""
         per_layer = self.layer + held * self.layer_microbatch + self.state_layer / shards
         return (capacity - (self.once + held * self.microbatch + self.state_once / shards)) / per_layer
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Coefficients for one model, sequence length and precision."""
+    """The coefficients of one model, sequence length and precision."""
 
     model: ModelSpec
     seq_len: int
@@ -66,8 +70,8 @@ class MemoryModel:
 
     @memoized
     def coefficients(self, on_cpu: bool, tp: int, micro_batch: int, mode: Mode) -> Coefficients:
-        """For one of `tp` ranks; between probed micro-batches by interpolation. Memory tells accelerators apart only by
-        whether they are CPUs."""
+        """Return the coefficients of one of `tp` ranks, interpolated between the probed micro-batches. They are the same for
+        all accelerators but CPUs."""
         if "optimizer" in mode.offload:
             others: tuple[Offload, ...] = tuple(part for part in mode.offload if part != "optimizer")
             plain = self.coefficients(on_cpu, tp, micro_batch, mode._replace(offload=others))
@@ -87,8 +91,8 @@ class MemoryModel:
         return a.along(b, (micro_batch - low) / (high - low))
 
     def _without_optimizer(self, plain: Coefficients, tp: int, zero: int) -> Coefficients:
-        """What is left where the optimizer's state is in host memory. What its step brings back is left out: it comes
-        when what computing needed is gone."""
+        """Return the coefficients where the optimizer's state is in host memory. What a step brings back to the device is
+        not counted, since by then the memory of computing is free."""
         rank = RankParameters.of(self.model, rank_widths(self.model, tp)[0])
         each = optimizer_bytes(element_bytes(HETHUB.math_precision(self.precision)))
         once = each * np.array([rank.of_layers(0, *ends) for ends in ENDS], dtype=float)
@@ -98,7 +102,8 @@ class MemoryModel:
         return plain._replace(once=plain.once - once, layer=plain.layer - layer)
 
     def state(self, on_cpu: bool, layers: int, zero: int) -> float:
-        """Bytes of a stage alone, of one-rank replicas, before these share them; at ZeRO-0 they share none."""
+        """Return the bytes of state that replicas of one rank share, of a pipeline of one stage and before they are divided.
+        At ZeRO-0 there are none."""
         return float(self._probes(on_cpu, 1, PLAIN).shared_state(layers, Mode(zero=zero))[ONLY])
 
     @memoized
@@ -107,8 +112,8 @@ class MemoryModel:
 
 
 def _read(probes: Probes, micro_batch: int, mode: Mode, one: Coefficients | None) -> Coefficients:
-    """From few and twice as many layers, one and two microbatches in flight. Those of microbatches of `one` sample are
-    known for more."""
+    """Compute coefficients from probes with few layers and twice as many, and with one and two microbatches in flight.
+    What microbatches of `one` sample need is scaled for larger ones."""
     few, many = mode.layers, 2 * mode.layers
     state = {x: probes.shared_state(x, mode) for x in (few, many)}
     rest = {x: probes.bytes(x, Load(micro_batch, 1), mode) - state[x] / FEW for x in (few, many)}
@@ -126,7 +131,8 @@ def _read(probes: Probes, micro_batch: int, mode: Mode, one: Coefficients | None
 
 
 def memory_model_of(problem: Problem) -> MemoryModel:
-    """The one of a question: its probes are kept for other clusters, batches and constraints."""
+    """Return a problem's memory model. Its probes are kept for the same model on other clusters and under other batches and
+    constraints."""
     return _kept(problem.model, problem.batch.seq_len, problem.batch.precision)
 
 

@@ -1,7 +1,7 @@
-"""Small plans whose ranks tell how bytes grow with layers and microbatches: the probes that a memory model is read off.
+"""Probes: small plans whose ranks show how memory grows with layers and microbatches. The memory model is read off them.
 
-What stays on a rank and what it holds while it computes are asked of hethub.predictor.memory apart, each once for all
-modes that share it, and put together by the predictor's own sum.
+hethub.predictor.memory is asked separately for what stays on a rank and for what it holds while it computes. Each answer
+is used for all modes that share it, and the two are added as the predictor adds them.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, StageSpe
 
 
 class Load(NamedTuple):
-    """What a replica holds when it is fullest."""
+    """What a replica holds when its memory is fullest."""
 
     micro_batch: int
     held: int  # microbatches
@@ -48,12 +48,12 @@ ON_CPU = PROBE.replace(vendor="cpu")
 
 
 def probe_for(accelerator: AcceleratorSpec) -> AcceleratorSpec:
-    """An accelerator without a speed that needs as much memory."""
+    """Return the accelerator of probes that needs as much memory as this one. Its speeds mean nothing."""
     return ON_CPU if is_cpu(accelerator) else PROBE
 
 
 class Mode(NamedTuple):
-    """What beside the micro-batch decides how much of state and activations a rank keeps."""
+    """What decides, beside the micro-batch, how much state and how many activations a rank keeps."""
 
     recompute: Recompute = "none"
     zero: int = 1
@@ -62,15 +62,15 @@ class Mode(NamedTuple):
 
     @staticmethod
     def of(stage: CandidateStage, pattern: Pattern) -> "Mode":
-        """A stage's under a schedule. What 1F1B, GPipe and interleaved hold differs in the number of microbatches
-        alone."""
+        """Return the mode of a stage under a schedule. 1F1B, GPipe and interleaved share one, since they differ only in the
+        number of microbatches in flight."""
         alike = pattern.schedule in ("gpipe", "interleaved")
         return Mode(stage.recompute, stage.zero, stage.offload, PLAIN if alike else pattern)
 
     @property
     def layers(self) -> int:
-        """The fewest layers from which on a rank's bytes are linear in them: two where a layer's neighbours lie beside
-        it, one more where the state of a chunk alone is at hand."""
+        """The smallest number of layers from which on a rank's bytes are linear in them. It is larger where only some layers
+        are on the device at once: a layer with its neighbours, or a chunk."""
         schedule, chunks = self.pattern
         if schedule == "ministages":
             return 2 * chunks
@@ -78,24 +78,24 @@ class Mode(NamedTuple):
 
     @property
     def of_state(self) -> "Mode":
-        """What of it decides what stays on a rank under a schedule."""
+        """The part of the mode that decides what stays on a rank."""
         return Mode(zero=self.zero, offload=tuple(part for part in self.offload if part != "activations"))
 
     @property
     def of_work(self) -> "Mode":
-        """What of it decides what microbatches need under a schedule: not how replicas cut the state."""
+        """The part of the mode that decides what microbatches need. How replicas shard the state is not in it."""
         return Mode(self.recompute, 0, ("activations",) if "activations" in self.offload else ())
 
 
 class _ProbeLayout(Layout):
-    """A probe's layout: every replica holds as many microbatches as its plan says, which nobody needs to deal out."""
+    """A probe's layout. Every replica holds as many microbatches in flight as its plan says."""
 
     @cached_property
     def in_flight(self) -> list[list[int]]:
         return [[replica.in_flight or 1 for replica in stage.replicas] for stage in self.stages]
 
     def passes_in_turn(self, stage: int) -> bool:
-        """Whatever a probe's replicas hold: what a microbatch more needs is read off them."""
+        """As the schedule says, whatever the number of microbatches, since the effect of one more is read off probes."""
         return self.plan.goes_chunk_by_chunk
 
     @property
@@ -105,7 +105,7 @@ class _ProbeLayout(Layout):
 
 @dataclass(frozen=True)
 class Probes:
-    """Plans of a few layers a stage under one schedule, with replicas of `tp` ranks, and bytes of their ranks."""
+    """Plans with a few layers in each stage under one schedule, whose replicas have `tp` ranks, and the bytes of these."""
 
     model: ModelSpec
     seq_len: int
@@ -115,13 +115,14 @@ class Probes:
     pattern: Pattern
 
     def bytes(self, layers: int, load: Load, mode: Mode, replicas: int = FEW) -> np.ndarray:
-        """Of a rank of the first, a middle and the last of three stages, and of a stage alone, with so many layers each."""
+        """Return the bytes of a rank in each place: the first, a middle and the last of three stages, and the only one. Each
+        stage has `layers` layers."""
         return np.array([held for n in ALL_STAGES for held in self._stage_bytes(n, layers, load, mode, replicas)])
 
     @memoized
     def shared_state(self, layers: int, mode: Mode) -> np.ndarray:
-        """Of the same ranks, the state that replicas share, before they do: none at ZeRO-0. Read off those that hold
-        least beside it."""
+        """Return the bytes of state of the same ranks that replicas share, before they are divided; 0 at ZeRO-0. They are
+        read off the smallest load."""
         if not mode.zero:
             return np.zeros(4)
         plain = mode._replace(recompute="none")
@@ -130,7 +131,8 @@ class Probes:
 
     @memoized
     def deferred_wgrad(self, mode: Mode) -> float:
-        """Bytes of one sample that one more microbatch on the first stage lets the second one, of one layer, put off."""
+        """Return the bytes of one sample whose weights' gradients a layer puts off. It is how much more a second stage of
+        one layer needs if the first one holds one microbatch more."""
         one, two = ((load,) * FEW for load in LOADS[:2])
         first, second = (
             rank_memory(self._layout([above, one, one], 1, mode), only=(FEW * self.tp,))[0].bytes
@@ -139,7 +141,7 @@ class Probes:
         return float(second - first)
 
     def _stage_bytes(self, num_stages: int, layers: int, load: Load, mode: Mode, replicas: int) -> list[float]:
-        """Of a rank of every stage."""
+        """Return the bytes of a rank of each stage."""
         states = self._states(num_stages, layers, mode.of_state, replicas)
         found = self._at_work(num_stages, layers, load, mode.of_work, states[0][1].moves)
         return [
@@ -149,7 +151,7 @@ class Probes:
 
     @memoized
     def _states(self, num_stages: int, layers: int, mode: Mode, replicas: int) -> list[tuple[Shard, Resident]]:
-        """By stage, what stays."""
+        """Return what stays on a rank of each stage."""
         return [
             (shard, resident(shard, _assignment(shard, 0), on_cpu=self.on_cpu))
             for shard in self._shards(num_stages, layers, mode, replicas)
@@ -159,7 +161,8 @@ class Probes:
     def _at_work(
         self, num_stages: int, layers: int, load: Load, mode: Mode, moves: Moves
     ) -> list[tuple[Moment, dict[str, float]]]:
-        """By stage, the fullest moment and what surrounds it; of the state only what moves changes them."""
+        """Return the fullest moment of a rank of each stage and what surrounds it. Of the state, only the parts that move
+        matter for it."""
         return [
             (peak(shard, place, needed.microbatches, moves), needed.around)
             for shard, place, needed in self._works(num_stages, layers, load, mode)
@@ -167,7 +170,7 @@ class Probes:
 
     @memoized
     def _works(self, num_stages: int, layers: int, load: Load, mode: Mode) -> list[tuple[Shard, Assignment, Work]]:
-        """By stage, what microbatches need."""
+        """Return what microbatches need on a rank of each stage."""
         shards = self._shards(num_stages, layers, mode, MANY)
         places = [_assignment(shard, LOADS.index(load)) for shard in shards]
         return [
@@ -176,14 +179,14 @@ class Probes:
 
     @memoized
     def _shards(self, num_stages: int, layers: int, mode: Mode, replicas: int) -> list[Shard]:
-        """By stage, the first rank's cut of it."""
+        """Return the first rank's part of each stage."""
         layout = self._layout([LOADS[:replicas]] * num_stages, layers, mode)
         width = element_bytes(HETHUB.math_precision(self.precision))
         widths = rank_widths(self.model, self.tp)[0]
         return [Shard(layout, stage, widths, HETHUB, width) for stage in range(num_stages)]
 
     def _layout(self, loads: Sequence[tuple[Load, ...]], layers: int, mode: Mode) -> Layout:
-        """A plan with these replicas in each stage, neither checked nor bound: nobody but the memory's formulas sees it."""
+        """Return a plan with these replicas in each stage. It is neither checked nor bound, as only memory is asked of it."""
         cuts = chunked([layers] * len(loads), self.pattern.chunks)
         stages = tuple(
             StageSpec.model_construct(
@@ -208,15 +211,15 @@ class Probes:
 
     @cached_property
     def _cluster(self) -> ClusterSpec:
-        """One in which every probe finds room."""
+        """A cluster with enough accelerators for every probe."""
         node = NodeSpec(
             name="probe", accelerator=ON_CPU if self.on_cpu else PROBE, accelerators=max(ALL_STAGES) * MANY * self.tp
         )
         return ClusterSpec(name="probe", emulated=True, nodes=(node,))
 
     def _stage_replicas(self, stage: int, loads: tuple[Load, ...]) -> tuple[ReplicaSpec, ...]:
-        """A stage's, as many in each. All that a replica has is held at once where a schedule runs all forward first;
-        else microbatches go before and after those held."""
+        """Return the replicas of a stage, one for each load. Under a schedule that runs all forwards first, a replica has no
+        more microbatches than it holds; under others it has more."""
         all_held, tp = self.pattern.holds_all, self.tp
         return tuple(
             ReplicaSpec(
@@ -230,5 +233,5 @@ class Probes:
 
 
 def _assignment(shard: Shard, replica: int) -> Assignment:
-    """Of the first rank of a replica."""
+    """Return the assignment of the first rank of a replica."""
     return Assignment(shard.spec.replicas[replica].ranks[0], shard.stage, replica, 0)

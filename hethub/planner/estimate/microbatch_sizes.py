@@ -1,4 +1,4 @@
-"""Micro-batches of any size: microbatches that come out even, and the largest that memory allows."""
+"""Micro-batches of any size, not only powers of two: equal ones, and the largest that memory allows."""
 
 from hethub.planner.candidate.candidate import Candidate, ReplicaGroup, Where
 from hethub.planner.estimate.estimator import Estimator
@@ -6,8 +6,8 @@ from hethub.planner.estimate.memory_model import places
 
 
 def resized(candidate: Candidate, where: Where, estimator: Estimator, step: int) -> Candidate:
-    """The candidate with microbatches of the next larger (`step` 1) or smaller (-1) even size in `where`, or (0) evened
-    out."""
+    """Return the candidate with the next larger (`step` 1) or smaller (-1) micro-batch in `where`, or (0) with the same
+    number of microbatches made as equal as possible."""
     samples = estimator.samples(candidate)
 
     def size(index: int, own: ReplicaGroup) -> int:
@@ -17,7 +17,8 @@ def resized(candidate: Candidate, where: Where, estimator: Estimator, step: int)
 
 
 def _next_even(own: ReplicaGroup, samples: int, step: int, estimator: Estimator) -> int:
-    """The micro-batch with which `samples` make fewer, more or as many microbatches, as equal as they can be."""
+    """Return the micro-batch with which `samples` make fewer (`step` 1), more (-1) or equally many (0) microbatches, as equal
+    as possible."""
     size, number = own.micro_batch, -(-samples // own.micro_batch)
     if step > 0:
         size = -(-samples // max(number - 1, 1))
@@ -28,13 +29,13 @@ def _next_even(own: ReplicaGroup, samples: int, step: int, estimator: Estimator)
 
 
 def even(samples: int, size: int) -> int:
-    """The smallest micro-batch with which `samples` make as many microbatches as with `size`."""
+    """Return the smallest micro-batch with which `samples` make as many microbatches as with `size`."""
     return -(-samples // -(-samples // size))
 
 
 def fitted(candidate: Candidate, estimator: Estimator) -> Candidate | None:
-    """The candidate with the micro-batches of replicas over their memory cut to the largest that fits, microbatches
-    evened; None where one sample is too much."""
+    """Return the candidate with smaller micro-batches where replicas are over their memory: the largest that fits, made
+    equal. Return None where even one sample is too much."""
     if estimator.problem.constraints.micro_batch:
         return None
     changed, held_by, taken_by = {}, estimator.of(candidate).holds, estimator.samples(candidate)
@@ -51,6 +52,6 @@ def fitted(candidate: Candidate, estimator: Estimator) -> Candidate | None:
 
 
 def lessened(candidate: Candidate) -> Candidate:
-    """The candidate with micro-batches a quarter smaller, by one sample at least where there are two."""
+    """Return the candidate with micro-batches a quarter smaller. Each loses at least one sample, but keeps one."""
     everywhere = [(index, None) for index in range(len(candidate.stages))]
     return candidate.with_sizes(everywhere, lambda _, own: max(1, 3 * own.micro_batch // 4))

@@ -1,6 +1,6 @@
-"""What is known of stages by themselves, side by side: arrays are [stage] or [stage, sort].
+"""What is known of each stage by itself. Arrays are [stage] or [stage, sort], a sort being like replicas of a stage.
 
-Where a stage has fewer sorts of replicas than others, nobody is of the rest.
+A stage with fewer sorts than others is filled up with sorts of which there are no replicas.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from hethub.planner.estimate.memory_model import ENDS
 
 
 class Placed(NamedTuple):
-    """A stage where it stands: what of the model's ends it holds (`memory_model.places`), whether its samples come in
-    equal parts, whatever the speeds, and under which schedule."""
+    """A stage in its place: which of the model's ends it holds (`memory_model.places`), whether its replicas take equally
+    many samples even if their speeds differ, and the schedule."""
 
     stage: CandidateStage
     place: int
@@ -23,13 +23,13 @@ class Placed(NamedTuple):
 
     @property
     def ends(self) -> tuple[bool, bool]:
-        """Whether it holds the embedding and the head."""
+        """Whether it holds the embedding, and whether it holds the head."""
         return ENDS[self.place]
 
 
 class StageEstimate(NamedTuple):
-    """Stages by themselves, in arrays of one shape: seconds of the busiest replica, of one microbatch each way, of the
-    reduction and what follows it."""
+    """Each stage by itself, in arrays of one shape. Times are in seconds: of the busiest replica, of one microbatch, of the
+    reduction and of what follows it."""
 
     busy: np.ndarray
     forward: np.ndarray
@@ -47,13 +47,13 @@ class StageEstimate(NamedTuple):
 
     @property
     def microbatch(self) -> np.ndarray:
-        """Seconds of one microbatch both ways."""
+        """Seconds of one microbatch, forward and backward."""
         return self.forward + self.backward
 
 
 class Division(NamedTuple):
-    """How stages divide the samples: seconds of the busiest replica on its microbatches alone [stage], and [stage,
-    sort] samples of a replica and seconds of each in whole microbatches."""
+    """How stages divide the samples. `least` [stage]: the seconds for which the busiest replica computes. `taken` [stage,
+    sort]: the samples of one replica. `per_sample` [stage, sort]: the seconds of one sample in whole microbatches."""
 
     least: np.ndarray
     taken: np.ndarray
@@ -61,8 +61,8 @@ class Division(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Bytes of ranks that microbatches may fill, and what a microbatch held fills, and one whose weights' gradients
-    are put off."""
+    """Memory of ranks in bytes: what is free for microbatches, what one microbatch in flight fills, and what one fills whose
+    weights' gradients are put off."""
 
     free: Any
     microbatch: Any
@@ -70,8 +70,7 @@ class Room(NamedTuple):
 
 
 class Sort(NamedTuple):
-    """One of the replicas of a stage: seconds of a whole microbatch each way, by layer and for what embedding and head
-    add."""
+    """Seconds of one microbatch on one replica, forward and backward: of a layer, and what embedding and head add."""
 
     forward: Any
     backward: Any
@@ -82,9 +81,9 @@ class Sort(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Stages side by side: their layers, replicas and ZeRO levels [stage], and [stage, sort] the device type (nobody's is
-    -1) and degree of a sort, how many replicas are of it, over how many ranks of its degree training state is cut, how
-    large their microbatches are, and seconds of these each way."""
+    """Stages as arrays: layers, replicas and ZeRO levels are [stage], the rest [stage, sort]. `device_types` is -1 where
+    there is no replica, `numbers` how many replicas are of the sort, `shards` into how many parts training state is cut,
+    `forward` and `backward` the seconds of one microbatch."""
 
     stages: Sequence[Placed]
     layers: np.ndarray
@@ -100,12 +99,13 @@ class Side(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What stages sum over their replicas, [stage]: parameters, and seconds of a sum of any bytes, and of each."""
+    """What stages sum over their replicas, [stage]: the number of parameters, and the latency of a sum and its seconds per
+    byte."""
 
     parameters: np.ndarray
     latency: np.ndarray
     per_byte: np.ndarray
 
     def seconds(self, width: int, layers: np.ndarray | float = 1.0) -> np.ndarray:
-        """Seconds to reduce or to gather `width` bytes of every parameter, in so many pieces."""
+        """Return the seconds to reduce or gather `width` bytes of every parameter, one layer after another."""
         return self.latency * layers + self.per_byte * self.parameters * width

@@ -1,4 +1,4 @@
-"""The stages of all candidates seen so far, each estimated once: rows of figures, in which candidates are looked up."""
+"""A table with one row for each stage of all candidates seen so far, so that each stage is estimated only once."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from hethub.planner.estimate.stage_times import ANY_ROOM, StageTimes
 
 
 class Divided(NamedTuple):
-    """A stage's seconds on its busiest replica's microbatches alone, and samples by groups."""
+    """The seconds for which a stage's busiest replica computes, and the samples of a replica of each group."""
 
     seconds: float
     samples: list[int]
 
 
 class StageRows:
-    """Figures of stages. Many new ones at once cost little more than one."""
+    """The figures of stages. Adding many new ones at once takes little longer than adding one."""
 
     def __init__(self, times: StageTimes) -> None:
         self._times = times
@@ -29,7 +29,7 @@ class StageRows:
         self._divided: dict[object, Divided] = {}
 
     def of(self, candidates: Iterable[Candidate], given: Pattern | None = None) -> list[list[int]]:
-        """The rows of every stage of every candidate, under a given pattern or its own."""
+        """Return the row of each stage of each candidate, under the given pattern or the candidate's own."""
         known, found = self._rows, []
         new: list[Placed] = []
         for candidate in candidates:
@@ -47,15 +47,15 @@ class StageRows:
         return found
 
     def figures(self, rows: Sequence[list[int]] | np.ndarray) -> StageEstimate:
-        """The figures of rows, in their shape."""
+        """Return the figures of these rows, in arrays shaped as `rows`."""
         return StageEstimate(*self._figures[:, np.asarray(rows)])
 
     def rooms(self, rows: np.ndarray) -> Room:
-        """What the ranks of every sort have for microbatches, or nearly so, [*rows, sort]."""
+        """Return the memory that the ranks of each sort have for microbatches, up to NEARLY times the limit: [*rows, sort]."""
         return Room(*self._rooms[:, rows])
 
     def divided(self, candidates: Sequence[Candidate]) -> list[list[Divided]]:
-        """How the stages of every candidate divide the samples."""
+        """Return how the stages of each candidate divide the samples."""
         known = self._divided
         every = [
             [(stage.core, place, candidate.even) for stage, place in _placed(candidate)] for candidate in candidates
@@ -71,7 +71,7 @@ class StageRows:
         return [[known[key] for key in keys] for keys in every]
 
     def _fill(self, new: Sequence[Placed]) -> None:
-        """Fills the last rows."""
+        """Estimate the new stages, to which `of` has just given the last rows."""
         figures, division, room = self._times.estimates(new)
         start = len(self._rows) - len(new)
         self._figures = _with_rows(self._figures, start, np.stack(figures))
@@ -86,12 +86,12 @@ class StageRows:
 
 
 def _placed(candidate: Candidate) -> Iterator[tuple[CandidateStage, int]]:
-    """The stages with their places."""
+    """Return the stages with their places."""
     return zip(candidate.stages, places(len(candidate.stages)), strict=True)
 
 
 def _with_rows(table: np.ndarray, start: int, rows: np.ndarray) -> np.ndarray:
-    """The table [figure, row, …] with these rows from `start` on, larger where it is too small."""
+    """Return the table [figure, row, …] with `rows` written from `start` on, enlarged if it is too small."""
     stop = start + rows.shape[1]
     if stop > table.shape[1]:
         table = np.concatenate([table, np.zeros((len(table), stop, *table.shape[2:]))], axis=1)
@@ -100,7 +100,6 @@ def _with_rows(table: np.ndarray, start: int, rows: np.ndarray) -> np.ndarray:
 
 
 def _with_sorts(rooms: np.ndarray, width: int) -> np.ndarray:
-    """What ranks have for microbatches [figure, row, sort], for so many sorts; those who are nobody have room for
-    any."""
+    """Return `rooms` [figure, row, sort] for `width` sorts. Sorts without replicas have room for anything."""
     more = np.broadcast_to(np.reshape(ANY_ROOM, (-1, 1, 1)), (*rooms.shape[:2], width - rooms.shape[2]))
     return np.concatenate([rooms, more], axis=2) if more.shape[2] else rooms

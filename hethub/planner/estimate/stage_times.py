@@ -1,5 +1,5 @@
-"""Stages of candidates by themselves in closed form: seconds, samples and memory, for many stages at once, in arrays as
-in stage_figures.py."""
+"""Estimate each stage of candidates by itself, in closed form: its seconds, samples and memory. Many stages are computed
+at once, in the arrays that stage_figures.py describes."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ _ALONE = (0.0, 0.0)  # a replica has nobody to sum with
 
 
 class StageTimes:
-    """Estimates of stages."""
+    """Estimates stages of one problem."""
 
     def __init__(self, problem: Problem, costs: UnitCosts) -> None:
         self.problem, self.costs = problem, costs
@@ -65,11 +65,12 @@ class StageTimes:
         self._beside_step = np.append(self._overlap[:-1] * real, np.inf)
 
     def divided(self, stages: Sequence[Placed]) -> Division:
-        """How the stages divide the samples."""
+        """Return how the stages divide the samples among their replicas."""
         return self._divided(self._side_by_side(stages))
 
     def estimates(self, stages: Sequence[Placed]) -> tuple[StageEstimate, Division, Room]:
-        """The stages in full, how they divide the samples, and what their ranks have for microbatches, or nearly so."""
+        """Return everything estimated of the stages, how they divide the samples, and the memory that their ranks have for
+        microbatches, up to NEARLY times the limit."""
         own = self._side_by_side(stages)
         division, sums, room = self._divided(own), self._sums(own), self._rooms(own)
         forward, backward, microbatches = self._microbatches(own, division.taken)
@@ -109,8 +110,8 @@ class StageTimes:
     def largest(
         self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, held: float, slack: float = 1.0
     ) -> int:
-        """The largest micro-batch up to that of the group with which its ranks have memory for so many microbatches;
-        0 where one sample is too much."""
+        """Return the largest micro-batch, no larger than the group's own, with which its ranks have memory for `held`
+        microbatches. It is 0 where even one sample is too much."""
         shards = stage.ranks / own.tp if stage.zero else 1.0
         return self._largest(own[:3], Mode.of(stage, pattern), place, stage.layers, shards, held, slack)
 
@@ -129,8 +130,9 @@ class StageTimes:
         return most if is_able(most) else bisect_left(range(1, most), True, key=lambda size: not is_able(size))
 
     def collective(self, groups: Sequence[ReplicaGroup], zero: int = 1) -> tuple[float, float]:
-        """Seconds of a reduce-scatter or an all-gather over replicas, under ZeRO-0 of half an all-reduce: of any, and
-        more per byte. As if each sort of replica were the first to be assigned."""
+        """Return the latency and the seconds per byte of a reduce-scatter or an all-gather over the replicas, under ZeRO-0
+        of half an all-reduce. Each sort of replica is taken to have the first ranks of its device type, whatever else
+        was assigned before."""
         sorts = tuple([(own.device_type, own.tp, own.number) for own in groups])
         return self._collective(sorts, "reduce_scatter" if zero else "all_reduce")
 
@@ -145,7 +147,7 @@ class StageTimes:
         return one - per_byte * _PROBED[0], per_byte
 
     def _first_ranks(self, device_type: int, tp: int, number: int) -> list[int]:
-        """One of each of the device type's first units of this degree."""
+        """Return the first rank of each of the device type's first `number` units of this degree."""
         units = self.problem.units(device_type, tp)
         return [unit.ranks[0] for unit in units if unit.tp == tp][:number]
 
@@ -193,8 +195,8 @@ class StageTimes:
         return Division(least, taken, per_sample)
 
     def _microbatches(self, own: Side, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds of a microbatch each way as the samples see it on average, and the most microbatches of a replica;
-        no microbatch is larger than its replica's samples."""
+        """Return the seconds of a microbatch forward and backward, averaged over the samples, and the most microbatches of
+        any replica. No microbatch is larger than its replica's samples."""
         forward, backward = own.forward.copy(), own.backward.copy()
         for s, i in np.argwhere(taken < own.micro_batches).tolist():
             placed, group = own.stages[s], own.stages[s].stage.groups[i]
@@ -205,8 +207,11 @@ class StageTimes:
         return (part * forward).sum(axis=1), (part * backward).sum(axis=1), microbatches.max(axis=1)
 
     def _with_transfers(self, own: Side, alone: StageEstimate, sums: Sums) -> StageEstimate:
-        """Stages whose passes go beside gathers and reductions of their layers, weights from the host, or copies of
-        what layers keep. A round's replicas go in lockstep; chunk by chunk, state moves once for all microbatches."""
+        """Return the estimates of stages whose passes overlap with transfers: gathers and reductions of their layers,
+        weights fetched from the host, or copies of what layers keep.
+
+        The replicas of a round work in lockstep. Under schedules that go chunk by chunk, state moves once for all
+        microbatches."""
         whole = np.array([placed.pattern.goes_chunk_by_chunk for placed in own.stages])
         rounds = np.maximum(alone.microbatches, self.problem.batch.global_batch / alone.microstep)
         met, number = own.replicas > 1, np.where(whole, 1.0, rounds)
@@ -244,15 +249,15 @@ class StageTimes:
         )
 
     def _slowed(self, own: Side, found: StageEstimate) -> np.ndarray:
-        """[stage]: by how much a step's one reduction slows the backward that hides it, of CPUs as long as it takes."""
+        """Return by how many seconds a step's single reduction slows the backward that hides it, [stage]. On CPUs this is
+        all the time it takes."""
         cost = self._beside_step[own.device_types].min(axis=1)
         once = (own.zero < 2) & (own.replicas > 1)
         one_sample = np.where(own.numbers > 0, own.backward / own.micro_batches, np.inf).min(axis=1)
         return np.where(once, cost * np.minimum(found.reduce - found.tail, one_sample), 0.0)
 
     def _copied(self, own: Side) -> np.ndarray:
-        """[stage, sort]: seconds of copying what a microbatch keeps of the layers to the host, where that is
-        offloaded."""
+        """Return the seconds of copying a microbatch's activations to the host, [stage, sort]; 0 where they stay."""
         found = np.zeros(own.numbers.shape)
         for s, placed in enumerate(own.stages):
             if "activations" in placed.stage.offload:
@@ -263,8 +268,9 @@ class StageTimes:
         return found
 
     def _hosted(self, own: Side, sums: Sums) -> np.ndarray:
-        """[stage]: offloaded state of a rank and the copy that its checkpoint is written from (weight and moments, of
-        what it steps), as a part of what its host has for it. How pinned buffers are rounded is left to the evaluator."""
+        """Return how much of its part of the host's memory a rank fills, [stage]: with offloaded state, and with the copy
+        from which its checkpoint is written (weight and moments of the parameters it steps). The evaluator also rounds
+        pinned buffers up; this does not."""
         owned = sums.parameters / own.shards.max(axis=1)
         kept = np.where(own.zero == 3, owned, sums.parameters)
         optimizer = _offloads(own, "optimizer") * owned * optimizer_bytes(self.costs.width)
@@ -278,13 +284,14 @@ class StageTimes:
         return found / self._host_bytes[own.device_types].min(axis=1)
 
     def _stored(self, own: Side, sums: Sums) -> np.ndarray:
-        """[stage]: seconds of new weights on their way over the accelerators to all hosts."""
+        """Return the seconds that new weights take from their owners' hosts over the accelerators to all hosts, [stage]."""
         seconds = 2 * self.costs.width * sums.parameters * self._host_one_way[own.device_types].max(axis=1)
         sent = (own.replicas > 1) & (own.zero > 0) & (own.zero < 3)  # else each rank steps all that it holds
         return np.where(_offloads(own, "parameters") & sent, seconds, 0.0)
 
     def _deferred_wgrad(self, stages: Sequence[Placed]) -> np.ndarray:
-        """[stage]: seconds of a layer's backward that the microbatch above does not wait for."""
+        """Return the seconds of a layer's backward that zero_bubble puts off, so that the stage before does not wait for
+        them, [stage]."""
         found = [
             min([self.costs.deferred_wgrad(*own[:3]) for own in placed.stage.groups])
             if placed.pattern.defers_wgrad
@@ -294,7 +301,7 @@ class StageTimes:
         return np.array(found)
 
     def _rooms(self, own: Side) -> Room:
-        """[stage, sort]: what ranks have for microbatches, or nearly so."""
+        """Return the memory that ranks have for microbatches, up to NEARLY times the limit, [stage, sort]."""
         width = own.numbers.shape[1]
         kept = []
         for p in own.stages:
@@ -314,8 +321,8 @@ class StageTimes:
         return Sums(rank_parameters(self.problem.model, own.tp.min(axis=1), own.layers, first, last), *np.array(met).T)
 
     def _optimizer(self, own: Side, owned: np.ndarray) -> np.ndarray:
-        """[stage]: seconds of a rank that owns so many parameters, on the slowest device type. Where nothing is sharded, ranks
-        of wider replicas than the narrowest hold and step the less."""
+        """Return the optimizer's seconds on the slowest device type if a rank owns `owned` parameters, [stage]. Where nothing
+        is sharded, the ranks of wider replicas hold and step fewer than those of the narrowest."""
         slowest, narrowest = np.zeros_like(owned), own.tp.min(axis=1)
         for device_type, cost in enumerate(self.costs.layer_costs):
             part = narrowest / np.where(own.device_types == device_type, own.tp, np.inf).min(axis=1)
@@ -326,23 +333,23 @@ class StageTimes:
 
 
 def _offloads(own: Side, what: Offload) -> np.ndarray:
-    """[stage]: whether it offloads that."""
+    """Return which stages offload it, [stage]."""
     return np.array([what in placed.stage.offload for placed in own.stages])
 
 
 def _covered(own: Side, division: Division) -> np.ndarray:
-    """[stage]: seconds from the beginning of the last of its replicas' last backwards until all are through."""
+    """Return the seconds from when the last replica begins its last backward until all replicas have ended, [stage]."""
     ends = np.where(own.numbers > 0, division.taken * division.per_sample, 0.0)
     begun = np.where(own.numbers > 0, ends - own.backward * np.minimum(1.0, division.taken / own.micro_batches), 0.0)
     return ends.max(axis=1) - begun.max(axis=1)
 
 
 def _room(at: Coefficients, layers: Any, shards: Any, capacity: Any) -> Room:
-    """What ranks of so much memory have for microbatches."""
+    """Return what ranks with `capacity` bytes have for microbatches."""
     kept = at.once + at.layer * layers + (at.state_once + at.state_layer * layers) / shards
     return Room(capacity - kept, at.microbatch + at.layer_microbatch * layers, at.layer_deferred_wgrad * layers)
 
 
 def _padded(rows: Sequence[list[Any]], width: int, blank: Any) -> list[list[Any]]:
-    """The rows, all of one width."""
+    """Return the rows, filled up with `blank` to one width."""
     return [row + [blank] * (width - len(row)) for row in rows]
