@@ -1,4 +1,4 @@
-"""The best equal cuts over all settings by rough estimate, without looking at settings that cannot be among them."""
+"""Find the best cuts into equally wide stages by rough estimate. Settings that cannot be among the best are not cut."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,8 +20,8 @@ SIDE_BY_SIDE = -1  # in place of an order
 
 
 class Cut(NamedTuple):
-    """A cut with its estimated step: which combination's line of units, in which order (`Lines`), and every stage's
-    layers."""
+    """A cut with its estimated step: its combination (a row of the table), its order (see `Lines`), and the layers of each
+    stage."""
 
     seconds: float
     row: int
@@ -30,8 +30,10 @@ class Cut(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Units lined up into stages of equally many replicas, as arrays: combination, number of stages, and order, the index of
-    one in which device type comes after device type, or side by side, where every stage holds the same mixture of them."""
+    """Ways to line up units into stages of equally many replicas, as arrays [line].
+
+    `rows` are combinations, `stages` numbers of stages. `orders` are indices of orders of the device types, one behind the
+    other along the line, or SIDE_BY_SIDE, where every stage holds the same mixture of device types."""
 
     rows: np.ndarray
     orders: np.ndarray
@@ -47,10 +49,11 @@ class Lines(NamedTuple):
 def best_cuts(
     problem: Problem, table: Table, number: int, *, by_depth: bool = False, pure: bool = False
 ) -> list[Candidate]:
-    """The `number` best cuts, or of those whose stages hold one device type each, best first, in one pass over all settings.
+    """Return the `number` best cuts, the best first; if `pure`, only cuts whose stages hold one device type each.
 
-    A setting is not cut where one microbatch's way through all layers and the busy time of perfect balance exceed the
-    worst kept, or the best by more than the estimate can err.
+    A lower bound of a line's step is the time of one microbatch through all layers and that of perfect balance. Lines are
+    cut in the order of this bound until it exceeds the worst cut kept, or the best one by more than estimates can err.
+    `by_depth` keeps a few cuts of each number of stages, instead of each combination.
     """
     tried = orders(problem, table.used)
     lines = _all_lines(problem, table, len(tried))
@@ -74,7 +77,7 @@ def best_cuts(
 
 
 def _cut(problem: Problem, table: Table, lines: Lines, tried: Sequence[tuple[int, ...]], below: float) -> Iterator[Cut]:
-    """The best cuts of lines whose estimates are below so many seconds."""
+    """Return the best cut of each line whose estimate is below `below` seconds."""
     arranged = compositions(table, lines, tried)
     layers, seconds = cut_equally(problem, table, arranged)
     near = np.flatnonzero(seconds < below)
@@ -83,7 +86,7 @@ def _cut(problem: Problem, table: Table, lines: Lines, tried: Sequence[tuple[int
 
 
 def _best(cuts: Iterable[Cut], number: int, by_depth: bool) -> list[Cut]:
-    """The `number` best cuts, few of each combination, or of each number of stages."""
+    """Return the `number` best cuts, at most PER_SORT of each combination, or of each number of stages."""
     per_sort, kept = Counter[int](), list[Cut]()
     for cut in sorted(cuts, key=itemgetter(0)):
         sort = len(cut.layers) if by_depth else cut.row
@@ -94,7 +97,7 @@ def _best(cuts: Iterable[Cut], number: int, by_depth: bool) -> list[Cut]:
 
 
 def _candidate(problem: Problem, table: Table, tried: Sequence[tuple[int, ...]], cut: Cut) -> Candidate:
-    """A cut with its units: device type after device type, or of each as many in every stage."""
+    """Return the candidate of a cut: give its units to the stages, one device type after another or side by side."""
     combination, stages, beside = table.combinations[cut.row], len(cut.layers), cut.order == SIDE_BY_SIDE
     order = sorted(table.used) if beside else tried[cut.order]
     own = [problem.units(device_type, combination.degrees[device_type]) for device_type in order]
@@ -107,7 +110,7 @@ def _candidate(problem: Problem, table: Table, tried: Sequence[tuple[int, ...]],
 
 
 def _all_lines(problem: Problem, table: Table, num_orders: int) -> Lines:
-    """Every number of stages that divides a combination's units evenly, in the main orders and side by side."""
+    """Return a line for each number of stages that divides a combination's units evenly, in each order and side by side."""
     given, units = problem.constraints, table.units
     unlike = (table.counts > 0).sum(axis=1) > 1
     found = [(np.zeros(0, dtype=np.int64), 0, 1)]
@@ -128,14 +131,14 @@ def _all_lines(problem: Problem, table: Table, num_orders: int) -> Lines:
 
 
 def _is_pure(table: Table, lines: Lines) -> np.ndarray:
-    """Whether every stage holds one device type of unit only, as HETHUB's stages do."""
+    """Return which lines have only stages of one device type each, as HETHUB's plans have."""
     counts = table.counts[lines.rows]
     pure = (counts % lines.replicas(table)[:, None] == 0).all(axis=1) & (lines.orders != SIDE_BY_SIDE)
     return pure | ((counts > 0).sum(axis=1) == 1)
 
 
 def compositions(table: Table, lines: Lines, tried: Sequence[tuple[int, ...]]) -> Arrangements:
-    """The replicas of each sort in each of the lines' stages."""
+    """Return how many replicas of each sort are in each stage of the lines."""
     counts, device_types, stages = table.counts[lines.rows], table.device_types[lines.rows], Stages(lines.stages)
     rank = np.zeros((len(tried), device_types.max() + 1), dtype=np.int64)
     for index, order in enumerate(tried):

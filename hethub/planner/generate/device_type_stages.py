@@ -1,8 +1,9 @@
-"""Stages of one device type each: every device type in its own number of stages, with its own TP degree, micro-batch and recompute.
+"""Generate plans in which each stage holds one device type. Each device type has its own number of stages, TP degree, micro-batch
+and recompute.
 
-Under a goal (`stage_layouts`) a device type in so many stages holds a number of layers whatever the other device types do. So dynamic
-programming over the device types, from the last stage to the first, finds for every number of stages how all layers are held
-so that a microbatch passes through soonest; for all goals at once.
+Under a goal (`stage_layouts`), how many layers a device type can hold in a given number of stages does not depend on the
+others. So dynamic programming adds device types one by one, from the last stage to the first. For each number of stages
+it finds how to hold all layers so that a microbatch passes through them soonest. All goals are computed at once.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ DeviceTypes = frozenset[int]
 
 
 def propose(problem: Problem, costs: Estimator, table: Table, limit_seconds: float = float("inf")) -> list[Candidate]:
-    """Plans that meet goals, the promising ones first; no deadline is beyond the limit."""
+    """Return plans that meet goals, the most promising ones first. Deadlines beyond `limit_seconds` are not tried."""
     balanced_seconds = float(table.bound[0])  # what perfect balance takes
     deadlines = [balanced_seconds * times for times in DEADLINES if balanced_seconds * times < limit_seconds]
     microsteps = [microstep for microstep in MICROSTEPS if LEAST_MICROSTEPS * microstep <= problem.batch.global_batch]
@@ -39,8 +40,9 @@ def propose(problem: Problem, costs: Estimator, table: Table, limit_seconds: flo
 
 
 class _State(NamedTuple):
-    """Device types behind each other to the last stage: seconds of a microbatch through what they hold [goal, stages,
-    layers], and what stands in front: device type, stages, layers."""
+    """What a set of device types can hold in the last stages of a pipeline. `seconds` [goal, stages, layers]: of one
+    microbatch through these layers. `front` [goal, stages, layers]: the device type of the foremost of these stages, and
+    the number of its stages and layers."""
 
     seconds: np.ndarray
     front: np.ndarray
@@ -57,7 +59,7 @@ class SubsetSearch:
         self.states[DeviceTypes()].seconds[:, 0, 0] = 0.0
 
     def candidates(self) -> list[Candidate]:
-        """The plans of the smallest deadline and way through, for every device type in front."""
+        """Return the plans with the smallest sum of deadline and time of a microbatch through all layers."""
         ends: dict[int, _State] = {}
         for behind, device_type in self._edges():
             joined = behind | {device_type}
@@ -85,7 +87,7 @@ class SubsetSearch:
         return _State(np.full(shape, np.inf), np.zeros((*shape, 3), dtype=np.int16))
 
     def _edges(self) -> list[tuple[DeviceTypes, int]]:
-        """Which device type may come in front of which others, few of them first."""
+        """Return which device type may come in front of which set of others, the smallest sets first."""
         every = orders(self.problem, self.all)
         found = {(DeviceTypes(order[index + 1 :]), order[index]) for order in every for index in range(len(order))}
         return sorted(found, key=lambda edge: (len(edge[0]), sorted(edge[0]), edge[1]))
@@ -94,8 +96,8 @@ class SubsetSearch:
         return behind | {device_type} == self.all, not behind
 
     def _extend(self, behind: DeviceTypes, device_type: int, new: _State) -> None:
-        """Puts a device type in front of others, in every number of stages and layers with which the rest can hold what is
-        left."""
+        """Put a device type in front of others, with every number of stages and layers that leaves no more layers than the
+        remaining device types can hold."""
         old, total = self.states[behind].seconds, self.layers + 1
         needed = max(0, self.layers - sum(self.device_types[other].most for other in self.all - behind - {device_type}))
         for stages in self.device_types[device_type].layouts:

@@ -1,8 +1,8 @@
-"""Stages of given replicas: the best layers for each, exactly, for thousands of arrangements at once.
+"""Give each stage its best number of layers, for thousands of arrangements of replicas at once.
 
-With the units of every stage given, a stage's busy time is linear in its layers, so the smallest deadline that holds
-all layers follows by bisection. Arrangements have unlike numbers of stages: arrays by stage hold those of one
-arrangement behind those of another.
+Once the replicas of each stage are given, its busy time is linear in its layers. So bisection finds the smallest deadline
+within which all layers can be held. Arrangements differ in their number of stages; arrays [stage] hold the stages of one
+arrangement after those of another.
 """
 
 from dataclasses import dataclass
@@ -19,38 +19,39 @@ from hethub.planner.problem.problem import Problem
 
 @dataclass(frozen=True)
 class Stages:
-    """Where the stages of arrangements of `numbers` [arrangement] stages stand in arrays by stage."""
+    """Which entries of arrays [stage] belong to which arrangement, if arrangements have `numbers` [arrangement] stages."""
 
     numbers: np.ndarray
 
     @cached_property
     def first(self) -> np.ndarray:
-        """[arrangement]: its first stage."""
+        """The index of each arrangement's first stage."""
         return np.cumsum(self.numbers) - self.numbers
 
     @cached_property
     def last(self) -> np.ndarray:
-        """[arrangement]: its last stage."""
+        """The index of each arrangement's last stage."""
         return np.cumsum(self.numbers) - 1
 
     def at(self, arrangement: int) -> slice:
-        """Where the stages of one stand."""
+        """Return where the stages of one arrangement are."""
         return slice(self.first[arrangement], self.last[arrangement] + 1)
 
     @cached_property
     def of(self) -> np.ndarray:
-        """[stage]: its arrangement."""
+        """The arrangement of each stage."""
         return np.repeat(np.arange(len(self.numbers)), self.numbers)
 
     @cached_property
     def before(self) -> np.ndarray:
-        """[stage]: how many stages of its arrangement come before it."""
+        """How many stages of its arrangement come before each stage."""
         return np.arange(len(self.of)) - self.first[self.of]
 
 
 @dataclass(frozen=True)
 class Arrangements:
-    """Combinations `rows` [arrangement] in stages; `composition` [sort, stage] counts the replicas of each sort."""
+    """Combinations arranged in stages: `rows` [arrangement] are the combinations, and `composition` [sort, stage] counts the
+    replicas of each sort."""
 
     rows: np.ndarray
     stages: Stages
@@ -58,24 +59,24 @@ class Arrangements:
 
     @cached_property
     def replicas(self) -> np.ndarray:
-        """[stage]."""
+        """The number of replicas of each stage."""
         return self.composition.sum(axis=0)
 
     def only(self, chosen: np.ndarray) -> "Arrangements":
-        """Those where `chosen` [arrangement] is true."""
+        """Return the arrangements for which `chosen` [arrangement] is true."""
         composition = self.composition.compress(chosen.take(self.stages.of), axis=1)
         return Arrangements(self.rows[chosen], Stages(self.stages.numbers[chosen]), composition)
 
 
 class Cuts(NamedTuple):
-    """Layers [stage] and the estimated step [arrangement], infinite where nothing fits."""
+    """The layers of each stage [stage] and the estimated steps [arrangement], infinite where nothing fits."""
 
     layers: np.ndarray
     seconds: np.ndarray
 
 
 def cut_equally(problem: Problem, table: Table, own: Arrangements) -> Cuts:
-    """The best layers of every stage."""
+    """Return the best layers of each stage, and the steps."""
     total, stages = problem.model.layers, own.stages
     cuts = Cuts(np.zeros(len(stages.of), dtype=np.int64), np.full(len(own.rows), np.inf))
     most = _most_layers(problem, table, own) if table.memory_counts else np.full(len(stages.of), float(total))
@@ -99,7 +100,8 @@ def cut_equally(problem: Problem, table: Table, own: Arrangements) -> Cuts:
 
 
 def _linear(problem: Problem, table: Table, own: Arrangements) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[stage]: busy seconds per layer and beyond the layers, and one microbatch's seconds per layer."""
+    """Return three arrays [stage]: busy seconds per layer, busy seconds beside the layers, and the seconds per layer of one
+    microbatch."""
     samples, composition, rows = problem.batch.global_batch, own.composition, own.rows[own.stages.of]
     present = composition > 0
     layer = np.where(present, table.layer.T.take(rows, axis=1), 0.0)  # [sort, stage]
@@ -119,7 +121,8 @@ def _linear(problem: Problem, table: Table, own: Arrangements) -> tuple[np.ndarr
 
 
 def _most_layers(problem: Problem, table: Table, own: Arrangements) -> np.ndarray:
-    """[stage]: the most layers that fit into every present sort's memory, microbatches in flight by depth."""
+    """Return the most layers [stage] that fit into the memory of all sorts present, with as many microbatches in flight as
+    there are stages from this one on."""
     stages = own.stages
     place = np.full(len(stages.of), MIDDLE)
     place[stages.first], place[stages.last] = FIRST, LAST
@@ -141,7 +144,8 @@ def _most_layers(problem: Problem, table: Table, own: Arrangements) -> np.ndarra
 
 
 def _spread(total: int, stages: Stages, per_layer: np.ndarray, extra: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """[stage]: whole layers, at least one and at most `most`, that sum to `total` with the smallest largest time."""
+    """Return whole numbers of layers [stage], from one to `most`, that sum to `total` in each arrangement and make its busiest
+    stage as little busy as possible."""
 
     def held(deadline: np.ndarray) -> np.ndarray:
         return np.minimum(np.maximum(np.floor((deadline.take(stages.of) - extra) / per_layer + 1e-9), 1), most)

@@ -1,7 +1,7 @@
-"""What the stages of a cut may do: every schedule with its chunks, ZeRO level, recompute and offload.
+"""Generate the modes of a cut: schedules with their chunks, ZeRO levels, recompute and offload.
 
-A mode is looked at where no cheaper one leaves room: what shards or offloads more nearly always takes longer. So the
-modes of a cut form a ladder, climbed for many cuts at once until something fits.
+Sharding or offloading more nearly always takes longer. So the modes of a cut form a ladder, the cheapest first, and a mode
+is tried only where no cheaper one fits. Many cuts are tried at once.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,31 +31,31 @@ MINISTAGES = (4, 16)
 
 
 class Rung(NamedTuple):
-    """What a stage keeps of its state, and where."""
+    """A step of the ladder: how a stage shards its state, and what it offloads."""
 
     zero: int
     offload: tuple[Offload, ...]
 
     def is_beyond(self, other: "Rung") -> bool:
-        """Whether it moves all that another moves, and more."""
+        """Whether this rung shards or offloads all that the other does, and more."""
         return self != other and self.zero >= other.zero and {*other.offload} <= {*self.offload}
 
 
 class _Line(NamedTuple):
-    """A cut under a pattern and a recompute: what is climbed for by itself."""
+    """A cut with a schedule and recompute. Each line climbs the ladder by itself."""
 
     candidate: Candidate
     recompute: Recompute
     pattern: Pattern
 
     def at(self, rung: Rung) -> Candidate:
-        """The candidate in this mode."""
+        """Return the candidate at a rung of the ladder."""
         return replace(_kept(self.candidate, self.recompute, rung), pattern=self.pattern, extra_in_flight=0)
 
 
 @lru_cache(maxsize=8)  # its patterns are asked one after the other, and like stages are most of a candidate's
 def _kept(candidate: Candidate, recompute: Recompute, rung: Rung) -> Candidate:
-    """The candidate with all stages so; equal ones are one object, whose hash is worked out once."""
+    """Return the candidate with all stages changed. Equal stages become one object, so that their hash is computed once."""
     changed = {
         stage: replace(stage, recompute=recompute, zero=rung.zero, offload=rung.offload) for stage in candidate.stages
     }
@@ -65,9 +65,10 @@ def _kept(candidate: Candidate, recompute: Recompute, rung: Rung) -> Candidate:
 def propose(
     problem: Problem, costs: Estimator, cuts: Iterable[Candidate], limit_seconds: float = float("inf")
 ) -> Iterator[Candidate]:
-    """The cuts in every mode that may be worth it, with smaller microbatches where they need more memory than there
-    is; none that computes as long as the limit, or as the shortest estimate so far, nor of a cut whose first mode is
-    estimated to take so much longer that no other can make up for it."""
+    """Yield the cuts in all modes that may be worth evaluating. Where memory is short they get smaller micro-batches.
+
+    A candidate is left out if its computation alone takes as long as `limit_seconds` or as the shortest estimate so far.
+    A cut is given up if the estimate of its first mode is GAIN times the shortest, since no other mode gains so much."""
     lines = [
         _Line(candidate, recompute, pattern)
         for candidate in cuts
@@ -101,7 +102,7 @@ def propose(
 
 
 def thriftiest(problem: Problem, cuts: Iterable[Candidate]) -> Iterator[Candidate]:
-    """The cuts in the modes that need the least memory, whether or not these are enough."""
+    """Yield the cuts in the modes that need the least memory, whether or not they fit."""
     last, recompute = rungs(problem)[-1], problem.recomputes[-1]
     for candidate in cuts:
         for pattern in patterns(problem, candidate):
@@ -109,15 +110,16 @@ def thriftiest(problem: Problem, cuts: Iterable[Candidate]) -> Iterator[Candidat
 
 
 def rungs(problem: Problem) -> list[Rung]:
-    """ZeRO levels and what may be offloaded, the cheapest first."""
+    """Return the ladder: ZeRO levels with what may be offloaded, the cheapest first."""
     every = [Rung(zero, offload) for zero in problem.zeros for offload in OFFLOADS]
     return sorted(every, key=lambda rung: (len(rung.offload), rung.zero != problem.usual_zero, rung.zero))
 
 
 def patterns(problem: Problem, candidate: Candidate) -> list[Pattern]:
-    """The schedules of a candidate's stages, interleaved with every number of chunks that cuts all of them evenly. Unless they
-    are asked for, one stage is not interleaved, which is 1F1B, and only one goes layer by layer: others would wait for all
-    layers but their own."""
+    """Return the schedules that a candidate may have, interleaved with each number of chunks that cuts all stages evenly.
+
+    A single stage is not interleaved, since that is 1F1B. Several are not layered, since each would wait for the layers of
+    all others. Either is tried all the same if the job asks for it."""
     layers, found = [stage.layers for stage in candidate.stages], list[Pattern]()
     several, asked = len(layers) > 1, len(problem.schedules) == 1
     for schedule in problem.schedules:

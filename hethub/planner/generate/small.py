@@ -1,4 +1,4 @@
-"""Small clusters: every way to put a handful of units into stages, not only consecutive or equal ones."""
+"""Generate plans of small clusters: all ways to put a handful of units into stages, also unequal ones in any order."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,7 +26,8 @@ Composition = tuple[tuple[int, ...], ...]  # per stage, how many units of each s
 
 @cache
 def ordered_partitions(counts: tuple[int, ...]) -> tuple[Composition, ...]:
-    """All sequences of non-empty stages that use up `counts` units of each sort; equal units are not told apart."""
+    """Return all sequences of non-empty stages that together use `counts` units of each sort. Equal units are not told
+    apart."""
     if not any(counts):
         return ((),)
     found = []
@@ -40,8 +41,10 @@ def ordered_partitions(counts: tuple[int, ...]) -> tuple[Composition, ...]:
 def propose(
     problem: Problem, costs: Estimator, table: Table, limit_seconds: float = float("inf")
 ) -> Iterator[Candidate]:
-    """Cuts of ordered partitions of few units, estimated: the partitions that can be fastest first, as long as these
-    may be better than the limit and the estimates so far, until many were estimated."""
+    """Yield cuts of all ordered partitions of few units, with their estimates computed.
+
+    Partitions whose balanced cut is fastest come first. It ends when the next ones cannot beat `limit_seconds` and the
+    estimates so far, or after MOST_ESTIMATED estimates."""
     shortest, estimated = limit_seconds, 0
 
     def noted(candidate: Candidate) -> Candidate:
@@ -70,8 +73,8 @@ def propose(
 
 
 def _cut(problem: Problem, table: Table, row: int, limit: float) -> Iterator[tuple[float, Callable[[], Candidate]]]:
-    """Every ordered partition of a combination that takes less than the limit, as what makes a candidate of its balanced cut,
-    behind its seconds without communication; those of the fewest seconds first."""
+    """Yield the ordered partitions of a combination whose balanced cut takes less than `limit` seconds without communication,
+    the fastest first: these seconds, and a function that makes the candidate."""
     combination, examples = table.combinations[row], table.examples[row]
     counts = tuple(table.counts[row, : len(examples)].tolist())
     allowed = [composition for composition in ordered_partitions(counts) if problem.allows(list(map(sum, composition)))]
@@ -92,8 +95,8 @@ def _cut(problem: Problem, table: Table, row: int, limit: float) -> Iterator[tup
 
 
 def _downhill(candidate: Candidate, costs: Estimator) -> Iterator[Candidate]:
-    """The cuts with one layer moved, then those around the best of them while estimates fall: fill, drain and samples
-    that cannot be divided count as well as balance."""
+    """Yield the candidates with one layer moved, then those around the best of them, for as long as estimates fall. Balance is
+    not all that counts: filling and draining the pipeline take time too, and samples cannot be divided."""
     seen = {candidate: costs.seconds(candidate)}
     while True:
         least = seen[candidate]
@@ -106,7 +109,7 @@ def _downhill(candidate: Candidate, costs: Estimator) -> Iterator[Candidate]:
 
 
 def _with_one_moved(candidate: Candidate) -> Iterator[Candidate]:
-    """The candidate with one layer in another stage."""
+    """Yield the candidates that differ from this one by one layer in another stage."""
     for layers in one_moved([stage.layers for stage in candidate.stages], least=1):
         each = enumerate(zip(candidate.stages, layers, strict=True))
         yield candidate.with_stages(

@@ -1,7 +1,7 @@
-"""What one device type can hold in stages of its own, in every way to form them, under many goals at once.
+"""How many layers one device type can hold in stages of its own, for all ways to form the stages and for many goals at once.
 
-A goal is a deadline, seconds that a stage may compute and reduce its gradients, with a microstep, samples that the replicas
-of a stage take together: with micro-batches that come near it no stage waits for larger microbatches of another.
+A goal has two parts. The deadline is how many seconds a stage may compute and reduce its gradients. The microstep is how many
+samples the replicas of a stage take together: if all stages come near it, none waits for larger microbatches of another.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,8 @@ Ends = tuple[bool, bool]  # whether one of the stages is the model's first, and 
 
 
 class Goals(NamedTuple):
-    """Deadlines and microsteps side by side [goal]: seconds, and an index of `microsteps` [microstep], samples."""
+    """Goals as arrays: the deadlines in seconds [goal], the indices of their microsteps [goal], and the microsteps in samples
+    [microstep]."""
 
     seconds: np.ndarray
     microstep: np.ndarray
@@ -37,7 +38,7 @@ class Goals(NamedTuple):
 
 
 class StageLayout(NamedTuple):
-    """How a device type's units form a number of stages."""
+    """One way in which a device type's units form a number of stages."""
 
     tp: int
     widths: tuple[int, ...]  # replicas of each stage, the wider ones first
@@ -45,13 +46,14 @@ class StageLayout(NamedTuple):
 
     @property
     def num_narrow(self) -> int:
-        """How many of the stages are one replica narrower than the others."""
+        """The number of stages that have one replica fewer than the others."""
         return len(self.widths) - self.widths.count(self.widths[0])
 
 
 class StageLayouts(NamedTuple):
-    """All ways of a device type to form a number of stages: micro-batches and seconds of a microbatch through a layer [microstep,
-    way], and how many layers a stage holds at most, by where it stands [goal, layout, wide or narrow, stages behind]."""
+    """All ways in which a device type forms a given number of stages. [microstep, layout]: `sizes` are micro-batches, `through`
+    the seconds of one microbatch through a layer. [goal, layout, wide or narrow, stages behind]: `middle`, `first` and
+    `last` are the most layers that such a stage of the pipeline holds."""
 
     layouts: Sequence[StageLayout]
     sizes: np.ndarray
@@ -62,15 +64,15 @@ class StageLayouts(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Seconds of a microbatch through so many layers [goal, stages behind, layers], and on which way they are the
-    fewest."""
+    """The fewest seconds of a microbatch through a number of layers, and the layout that reaches them: both [goal, stages
+    behind, layers]."""
 
     seconds: np.ndarray
     layout: np.ndarray
 
 
 class DeviceTypeLayouts:
-    """The ways of one device type."""
+    """All stage layouts of one device type."""
 
     def __init__(self, problem: Problem, costs: Estimator, device_type: int, goals: Goals) -> None:
         self.problem, self.costs, self.device_type, self.goals = problem, costs, device_type, goals
@@ -78,7 +80,7 @@ class DeviceTypeLayouts:
 
     @cached_property
     def layouts(self) -> dict[int, StageLayouts]:
-        """By number of stages."""
+        """The layouts by number of stages."""
         problem, given = self.problem, self.problem.constraints
         found: dict[int, list[StageLayout]] = {}
         for tp in problem.degrees_of(self.device_type):
@@ -93,11 +95,12 @@ class DeviceTypeLayouts:
 
     @cached_property
     def most(self) -> int:
-        """Layers that all stages hold at most under any goal; the model's ends leave room for fewer."""
+        """The most layers that the device type holds under any goal. It ignores embedding and head, which take some room."""
         return max(int(self._held_between(stages).max()) for stages in self.layouts)
 
     def stages(self, number: int, ends: Ends, goal: int, behind: int, layers: int) -> list[CandidateStage]:
-        """The stages that hold so many layers soonest, so that the busiest is as little busy as can be."""
+        """Return stages with `layers` layers through which a microbatch passes soonest. The layers are divided so that the
+        busiest stage is as little busy as possible."""
         own, table = self.layouts[number], self.table(number, ends)
         assert table is not None  # asked for what the table holds
         index = int(table.layout[goal, behind, layers])
@@ -119,7 +122,7 @@ class DeviceTypeLayouts:
 
     @memoized
     def table(self, stages: int, ends: Ends) -> Table | None:
-        """For so many stages; None where no way holds a layer in each."""
+        """Return the table for a number of stages, or None where no layout has room for a layer in each stage."""
         own, held = self.layouts[stages], self._held(stages, ends)
         most = min(int(held.max()), self.problem.model.layers)
         if most < stages:
@@ -134,8 +137,8 @@ class DeviceTypeLayouts:
         return Table(np.where(able, own.through[self.goals.microstep[goal], layout] * layers, np.inf), layout)
 
     def _held(self, stages: int, ends: Ends) -> np.ndarray:
-        """[goal, layout, stages behind]: layers that all stages together hold at most; negative where one can hold none.
-        None are behind the model's last."""
+        """Return the most layers of all stages together [goal, layout, stages behind], negative where a stage has room for
+        none. No stages are behind the model's last one."""
         own, held = self.layouts[stages], self._held_between(stages)
         if ends[0]:
             held = held + (own.first - own.middle)[:, :, 0, stages - 1 :]
@@ -145,7 +148,7 @@ class DeviceTypeLayouts:
         return held
 
     def _held_between(self, stages: int) -> np.ndarray:
-        """The same where none of the stages is the model's first or last."""
+        """Return the same for stages among which are neither the model's first nor its last."""
         own, behind = self.layouts[stages], np.arange(self.depth - stages + 1)
         layout, narrow = np.arange(len(own.layouts))[:, None], np.array([[own.num_narrow] for own in own.layouts])
         sums = np.zeros((*own.middle.shape[:3], self.depth + 1), dtype=np.int64)
@@ -173,7 +176,7 @@ class DeviceTypeLayouts:
         return StageLayouts(layouts, sizes, rates[:, :, 0], *most)
 
     def _sizes(self, layouts: Sequence[StageLayout]) -> np.ndarray:
-        """[microstep, layout]: the micro-batch given, or the largest whose microstep is not too large."""
+        """Return micro-batches [microstep, layout]: the one the job gives, or the largest that does not exceed the microstep."""
         problem, given = self.problem, self.problem.constraints.micro_batch
         largest = max(problem.at_most(self.device_type, size) for size in problem.micro_batches)
         return np.array(
@@ -186,7 +189,8 @@ class DeviceTypeLayouts:
     def _most_layers(
         self, layouts: Sequence[StageLayout], sizes: np.ndarray, per_sample: np.ndarray, memory: np.ndarray, ends: Ends
     ) -> np.ndarray:
-        """[goal, layout, wide or narrow, stages behind]: layers that a stage holds within the deadline and its memory."""
+        """Return the most layers that one stage holds within the deadline and its memory: [goal, layout, wide or narrow, stages
+        behind]."""
         widths, microstep = (
             np.array([(layout.widths[0], layout.widths[-1]) for layout in layouts]),
             self.goals.microstep,
@@ -209,8 +213,8 @@ class DeviceTypeLayouts:
     def _reduction(
         self, layouts: Sequence[StageLayout], widths: np.ndarray, ends: Ends
     ) -> tuple[np.ndarray, np.ndarray]:
-        """[layout, wide or narrow]: seconds to reduce a stage's gradients that it waits for, of any, and more per
-        layer."""
+        """Return the seconds for which a stage waits for its gradients' reduction, and how many more for each layer: both
+        [layout, wide or narrow]."""
         met = [
             [
                 self.costs.times.collective((ReplicaGroup(self.device_type, layout.tp, 1, width),))
@@ -230,7 +234,8 @@ class DeviceTypeLayouts:
 
 
 def _dealt(total: int, most: Sequence[int], widths: Sequence[int]) -> list[int]:
-    """Layers of stages, one at least and none beyond its most, so that the busiest is as little busy as can be."""
+    """Return the layers of each stage, from one to its `most`, that sum to `total` and make the busiest as little busy as
+    possible."""
     found = [1] * len(widths)
     for _ in range(total - len(widths)):
         able = [stage for stage, held in enumerate(found) if held < most[stage]]

@@ -1,5 +1,5 @@
-"""What the search enumerates: TP degrees, micro-batches and recompute by device type, and the lines of units that they form;
-all combinations as arrays, so that thousands are estimated at once."""
+"""The combinations that the search enumerates: a TP degree and micro-batch for each device type, and recompute. They are
+arrays, so that thousands are estimated at once."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ MOST_DEGREES = 1024  # choices of a TP degree for every device type
 
 
 def orders(problem: Problem, used: Collection[int]) -> list[tuple[int, ...]]:
-    """Orders of the device types used along the pipeline: by speed and by memory, both ways."""
+    """Return the orders of device types along the pipeline that are tried: by speed and by memory, ascending and descending."""
     device_types = sorted(used)
     precision = problem.batch.precision
     by_speed = sorted(device_types, key=lambda k: problem.device_types[k].accelerator.peak_flops(precision))
@@ -29,15 +29,15 @@ def orders(problem: Problem, used: Collection[int]) -> list[tuple[int, ...]]:
 
 
 def degrees_by_device_type(problem: Problem, used: Collection[int]) -> list[list[int]]:
-    """The TP degrees to choose from for each device type, powers of two that its machines can hold; for one that is not used
-    0."""
+    """Return the TP degrees to choose from for each device type: powers of two that its machines can hold, or only 0 where it
+    is not used."""
     every = range(len(problem.device_types))
     return [problem.degrees_of(device_type) if device_type in used else [0] for device_type in every]
 
 
 def degree_choices(own: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """TP degrees per device type: every choice of each one's own, or of very many those of one degree for all and one device
-    type with another."""
+    """Return choices of one TP degree for each device type. Where there are more than MOST_DEGREES, return only those with
+    the same degree for all, or for all but one."""
     if prod(map(len, own)) <= MOST_DEGREES:
         return list(product(*own))
     every = sorted({degree for some in own for degree in some if degree})
@@ -56,8 +56,8 @@ MOST_UNLIKE_TYPES = 7  # the same
 
 
 def micro_batch_choices(problem: Problem, used: Collection[int]) -> list[tuple[int, ...]]:
-    """Micro-batches per device type, none larger than its ranks measured to fit; of one that is not used 0. On small clusters
-    device types may have unlike ones, up to four times apart."""
+    """Return choices of one micro-batch for each device type, 0 where it is not used, and none larger than its ranks measured
+    to fit. On small clusters the micro-batches of device types may differ, up to four times."""
     number, sizes = len(used), problem.micro_batches
     if number == 1 or number > MOST_UNLIKE_TYPES or problem.size > MOST_UNLIKE:
         return _fitting(problem, used, ((size,) * number for size in sizes))
@@ -74,9 +74,9 @@ def _fitting(problem: Problem, used: Collection[int], choices: Iterable[tuple[in
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Combinations, the one of the smallest bound first, and the sorts of units that each makes of the cluster.
+    """Combinations, the one with the smallest bound first, and the sorts of units into which each divides the cluster.
 
-    Arrays are [combination, sort]; where a combination has fewer sorts than others, the count of the rest is 0.
+    Arrays are [combination, sort]. A combination with fewer sorts than others is filled up with sorts of count 0.
     """
 
     used: frozenset[int]  # device types
@@ -96,11 +96,11 @@ class Table:
 
     @cached_property
     def units(self) -> np.ndarray:
-        """[combination]: how many units it makes of the cluster."""
+        """The number of units of each combination."""
         return self.counts.sum(axis=1)
 
     def only(self, rows: np.ndarray | Sequence[int]) -> "Table":
-        """Some of the combinations, in the order given."""
+        """Return a table of these combinations, in the order given."""
         rows = np.asarray(rows, dtype=np.int64)
         arrays = {name: getattr(self, name)[rows] for name in _ARRAYS}
         return replace(
@@ -117,7 +117,7 @@ _ARRAYS = ("device_types", "counts", *_FIGURES, "bound", "through")
 
 
 class _Sort(NamedTuple):
-    """Like units of a device type: one of them, how many there are, and by setting the number of their record."""
+    """Units of a device type that are alike: one of them, their number, and the index of their record under each setting."""
 
     example: Unit
     number: int
@@ -125,8 +125,8 @@ class _Sort(NamedTuple):
 
 
 def tabulate(problem: Problem, costs: UnitCosts, used: Collection[int] | None = None) -> Table:
-    """The table of all combinations that the problem's constraints allow, of the device types used: of all that can be where
-    none are named."""
+    """Return the table of all combinations that the problem's constraints allow. `used` are the device types they use, or all
+    usable ones where none are named."""
     used = problem.usable if used is None else used
     settings = tuple(product(micro_batch_choices(problem, used), problem.recomputes))
     every = degree_choices(degrees_by_device_type(problem, used))
@@ -134,7 +134,7 @@ def tabulate(problem: Problem, costs: UnitCosts, used: Collection[int] | None = 
 
     @cache
     def record(device_type: int, tp: int, micro_batch: int, recompute: Recompute) -> int:
-        """The number of a unit's figures and memory; 0 is blank."""
+        """Compute a unit's figures and memory, and return their index; index 0 is blank."""
         rate = costs.rate(device_type, tp, micro_batch, recompute)
         layer, embedding, head = (part.total / micro_batch for part in rate)
         figures_of.append((layer, embedding, head, rate.layer.total, problem.capacity(device_type)))
@@ -143,7 +143,8 @@ def tabulate(problem: Problem, costs: UnitCosts, used: Collection[int] | None = 
 
     @cache
     def sorts(device_type: int, tp: int) -> list[_Sort]:
-        """What a degree makes of a device type: a machine's rest beside the units of the wanted degree."""
+        """Return the sorts of units into which a degree divides a device type: those of this degree, and what is left of a
+        machine."""
         alike: dict[int, list[Unit]] = {}
         for unit in problem.units(device_type, tp) if tp else ():
             alike.setdefault(unit.tp, []).append(unit)
