@@ -1,9 +1,8 @@
-"""Pipelines of equal microbatches without a node per microbatch: when every stage works, waits and ends its last
-backward.
+"""Compute pipelines of equal microbatches in closed form: when each stage works, waits and ends its last backward.
 
-Plans whose stages all cut the samples alike are chains: each replica talks to one replica per neighbour only, and once
-its steady state repeats, the rest of the micro-batches is a multiplication. `hethub.predictor.pipeline.replay` gives
-the same figures, action by action.
+If all stages divide the samples alike, replicas form chains, in which each talks to only one replica of each neighbouring
+stage. Once such a chain repeats itself, the rest of the microbatches is a multiplication.
+`hethub.predictor.pipeline.replay` gives the same figures action by action.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,8 @@ SAME = 1e-12  # of the seconds so far: rounding
 
 
 class Ends(NamedTuple):
-    """One replica's compute as replayed: its last backward, and how long it waited before for data under way."""
+    """What is known of one replica at the end: when its last backward began and ended, and how long it had waited for
+    messages under way."""
 
     last_backward_start: float
     last_backward_end: float
@@ -24,7 +24,8 @@ class Ends(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """A pipeline of equal microbatches: per stage seconds of forward and backward, per boundary seconds each way."""
+    """A pipeline of equal microbatches: the seconds of a forward and of a backward in each stage, and of a message each way
+    over each boundary."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -35,8 +36,8 @@ class Chain(NamedTuple):
 
 
 def pipeline(chain: Chain, num_microbatches: int, watched: int | None = None) -> list[Ends]:
-    """Per stage, the ends of 1F1B over `num_microbatches` equal microbatches; only the `watched` one's waits are
-    looked at. Where the rounds begin to repeat, the rest of them is a multiplication; where they do not, all are run."""
+    """Return the ends of each stage under 1F1B with `num_microbatches` equal microbatches. Waits are counted only of the stage
+    that is `watched`. Rounds are run until they repeat; if they never do, all are run."""
     run, held = _Run.begun(chain, num_microbatches), max(chain.in_flight)
     period, seconds = run.go_on_until_it_repeats(num_microbatches - held, num_microbatches)
     done = len(run.backwards[0])
@@ -53,11 +54,12 @@ def pipeline(chain: Chain, num_microbatches: int, watched: int | None = None) ->
 
 
 class _Run(NamedTuple):
-    """A chain at work: by stage, when it is free again, and when each of its microbatches was forward and backward.
+    """The state of a chain at work: when each stage is free again, and when each of its microbatches ended its forward and
+    its backward.
 
-    No stage holds fewer microbatches than those below it. So when in every round each stage from the last one up takes
-    a microbatch backward, and then each from the first one down the next one forward, nothing comes before what it
-    waits for.
+    It goes in rounds. In each, every stage takes a microbatch backward, from the last stage to the first, and then every
+    stage takes the next one forward, from the first to the last. No stage holds fewer microbatches than those below it,
+    so in this order everything a stage waits for has been computed before.
     """
 
     chain: Chain
@@ -67,7 +69,7 @@ class _Run(NamedTuple):
 
     @staticmethod
     def begun(chain: Chain, num_microbatches: int) -> "_Run":
-        """The first microbatches forward, as many as each stage holds."""
+        """Return the chain after the first forwards of each stage, as many as it holds microbatches."""
         stages = len(chain.forward)
         run = _Run(
             chain, list(chain.begins) or [0.0] * stages, [[] for _ in range(stages)], [[] for _ in range(stages)]
@@ -81,9 +83,10 @@ class _Run(NamedTuple):
         return run
 
     def go_on_until_it_repeats(self, rounds: int, num_microbatches: int) -> tuple[int, float]:
-        """Rounds until they repeat every few and each time all stages are equally many seconds later: how many, and the
-        seconds; 0 where so many `rounds` do not. What comes then depends on nothing earlier than the forwards that a stage
-        has done and the next one has not."""
+        """Run up to `rounds` rounds, until they repeat: after some number of rounds every stage is later by the same number of
+        seconds. Return both numbers, or 0 rounds if they do not repeat.
+
+        What follows a round depends on nothing older than the forwards that a stage has done and the next one has not."""
         pending = 1 + max((a - b for a, b in pairwise(self.chain.in_flight)), default=0)
         most, looked_at = len(self.clock), pending + 2 * len(self.clock)
         while looked_at < rounds:
@@ -103,7 +106,7 @@ class _Run(NamedTuple):
         return 0, 0.0
 
     def _go_backward(self, num_backward: int) -> None:
-        """So many microbatches backward, none forward."""
+        """Take `num_backward` microbatches backward, and none forward."""
         ready = [0.0] * (num_backward - len(self.backwards[-1]))
         for stage in reversed(range(len(self.clock))):
             ends = _served(ready, self.clock[stage], self.chain.backward[stage])
@@ -113,7 +116,7 @@ class _Run(NamedTuple):
                 ready = [end + self.chain.up[stage - 1] for end in ends]
 
     def _go_round(self, num_backward: int, num_microbatches: int) -> None:
-        """In every round each stage takes a microbatch backward, and another one forward where there is one."""
+        """Run a round: each stage takes a microbatch backward, and another one forward if there is one left."""
         chain, clock, forwards = self.chain, self.clock, self.forwards
         upward = list(zip(range(len(clock)), (0.0, *chain.up), chain.backward, self.backwards, strict=True))[::-1]
         columns = (
@@ -146,7 +149,7 @@ class _Run(NamedTuple):
                     own.append(now)
 
     def ends(self, num_microbatches: int, watched: int | None) -> list[Ends]:
-        """Per stage, when all microbatches are through: rounds, and from where none goes forward, stage by stage."""
+        """Run to the end, and return the ends of each stage. Once no forwards are left, stages are computed one by one."""
         self._go_round(num_microbatches - min(self.chain.in_flight), num_microbatches)
         self._go_backward(num_microbatches)
         waits = [0.0] * len(self.clock)
@@ -156,7 +159,8 @@ class _Run(NamedTuple):
         return [Ends(stop - spent, stop, wait) for stop, spent, wait in zip(self.clock, backward, waits, strict=True)]
 
     def transfer_waits(self, stage: int) -> list[float]:
-        """By round, and before these by forward, seconds that a stage stands idle while what it waits for is under way."""
+        """Return the seconds that a stage stands idle while a message it waits for is under way, for each of its first forwards
+        and then for each round."""
         chain, forwards, backwards = self.chain, self.forwards, self.backwards
         limit, found, last = chain.in_flight[stage], list[float](), len(self.clock) - 1
         now = chain.begins[stage] if chain.begins else 0.0
@@ -177,16 +181,16 @@ class _Run(NamedTuple):
 
 
 def _served(ready: list[float], now: float, spent: float) -> list[float]:
-    """When each of those that are ready then is done, one after the other from `now` on, each in the seconds
-    `spent`."""
+    """Return when each of some pieces of work ends. They are done one after another from `now` on, each takes `spent` seconds
+    and begins no earlier than it is `ready`."""
     return [now := (each if each > now else now) + spent for each in ready]
 
 
 def interleaved(chain: Chain, num_microbatches: int, chunks: int, watched: int | None = None) -> list[Ends]:
-    """Per stage, the ends of Megatron's interleaved 1F1B: each stage holds `chunks` model chunks in turn.
+    """Return the ends of each stage under Megatron's interleaved 1F1B, in which each stage has `chunks` model chunks.
 
-    Long runs are extrapolated from two short ones (arXiv 2104.04473, §2.2: microbatches go in groups as large as the
-    pipeline).
+    Microbatches go in groups of as many as there are stages (arXiv 2104.04473, §2.2), so long runs are extrapolated from
+    two short ones.
     """
     stages = len(chain.forward)
     if num_microbatches % stages:
@@ -233,7 +237,7 @@ def _run_interleaved(chain: Chain, num_microbatches: int, chunks: int) -> list[E
 
 
 def _ends(graph: TaskGraph, stages: int) -> list[Ends]:
-    """The ends of the first `stages` actors, whose last node is a backward."""
+    """Return the ends of the first `stages` actors. The last node of each is a backward."""
     ends, found = replay(graph), []
     for s in range(stages):
         last = graph.orders[s][-1]

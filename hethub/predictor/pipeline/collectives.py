@@ -1,5 +1,5 @@
-"""What collectives over replicas add to a task graph: gathers and reductions beside compute, steps, and waits for
-both."""
+"""Add collectives over replicas to a task graph: gathers and reductions that overlap with compute, optimizer steps, and the
+waits for them."""
 
 from collections.abc import Iterable
 
@@ -15,9 +15,9 @@ ROUNDING = 1e-12
 
 
 class Collectives:
-    """Wires the REDUCE, STEP and GATHER actions of a task graph, and adds the streams they wait for.
+    """Connects the REDUCE, STEP and GATHER actions of a task graph, and adds the streams for which they wait.
 
-    `optimizer_seconds` and `gather_seconds` are what each replica spends on its own steps and on new weights.
+    `optimizer_seconds` and `gather_seconds` are the seconds that each replica spends on its own steps and on new weights.
     """
 
     def __init__(self, costs: PlanCosts | FoldedCosts, compute: Compute) -> None:
@@ -44,8 +44,9 @@ class Collectives:
             self._step_and_gather(stage)
 
     def under_way(self, node: int, ends: list[float]) -> float | None:
-        """Seconds of communication that ended with a node, back to where its stream last stood still: as much of a wait for
-        it is for no other rank's compute. None where the node is no communication. `ends` are those of all nodes."""
+        """Return for how many seconds up to the end of a node its stream had been communicating without a pause. A wait for
+        the node is communication for that long, and before that a wait for compute. Return None for a node that is no
+        communication. `ends` are the ends of all nodes."""
         if node not in self._seconds:
             return None
         found = self._seconds[node]
@@ -57,18 +58,18 @@ class Collectives:
         return found
 
     def _portion(self, stage: StageNodes, chunk: int) -> Portion | None:
-        """What a chunk runs, None where it is all of the stage."""
+        """Return the portion of the stage that a chunk runs, or None where it is all of it."""
         portions = self.costs.state.portions[stage.index]
         return portions[chunk] if len(portions) > 1 else None
 
     def _meet(self, nodes: list[int], seconds: float = 0.0) -> int:
-        """A node that ends `seconds` after the last of `nodes`."""
+        """Add a node that ends `seconds` after the last of `nodes`."""
         node = self.graph.add(self.graph.add_actor(), 0.0, [(source, seconds) for source in nodes])
         self._seconds[node] = seconds
         return node
 
     def _beside(self, stream: int, seconds: float, after: list[int], ahead: float = 1.0) -> int:
-        """A node on a stream, begun while the last `ahead` of each of the nodes `after` still runs."""
+        """Add a node to a stream. It begins when each of the nodes `after` has only its last part `ahead` left to run."""
         needs = [(source, -ahead * self.graph.seconds[source]) for source in after]
         before = self.graph.orders[stream][-1:]
         node = self.graph.add(stream, seconds, needs)
@@ -78,8 +79,8 @@ class Collectives:
         return node
 
     def _wait_for_all_to_begin(self, stage: StageNodes, nodes: list[int], ahead: float) -> None:
-        """Lets no replica's node pass the part `ahead` of its work before the nodes of all replicas have begun: they share
-        collectives while they run."""
+        """Make each replica's node wait, with the part `ahead` of its work left, until the nodes of all replicas have begun,
+        since they share collectives while they run."""
         if len(nodes) < 2:
             return
         begin, graph = {run.nodes[0] for run in stage.apart}, self.graph
@@ -94,7 +95,8 @@ class Collectives:
             self.graph.needs[node] += [(source, 0.0) for source in sources]
 
     def _wait_after_rounds(self, stage: StageNodes) -> None:
-        """In rounds only the last layer's reduction, and what is left of others, is still under way when compute ends."""
+        """Let steps wait for what is still under way after the last round: the last layer's reduction and what is left of
+        others."""
         apart = self.costs.state.steps_apart
         for chunk in stage.chunks if apart else stage.chunks[-1:]:
             portion = self._portion(stage, chunk) if apart else None
@@ -110,8 +112,8 @@ class Collectives:
             self._wait(stage.reduces(chunk), self._meet(through, tail))
 
     def _reduce_beside(self, stage: StageNodes) -> None:
-        """A chunk's gradients are summed from its last microbatch's backward on; the last bucket cannot start before
-        its end. Under `layered` the layers of a stage share buckets."""
+        """Add the reduction of each chunk's gradients. It overlaps with the backward of the chunk's last microbatch, except for
+        its last bucket. Under `layered` the layers of a stage share buckets."""
         stream, state, before = self.graph.add_actor(), self.costs.state, 0.0
         for chunk in stage.chunks:
             reduction = state.reduction(stage.index, self._portion(stage, chunk))
@@ -131,12 +133,12 @@ class Collectives:
                 self._wait(stage.reduces(last), self._meet(stage.completing(last), seconds))
 
     def _collect_by_pass(self, stage: StageNodes, sharded: bool) -> None:
-        """Weights brought once per chunk and pass; where gradients are `sharded`, one reduction per chunk while the next
-        pass runs.
+        """Add the gathers of weights, once for each chunk and pass, and where gradients are `sharded` one reduction for each
+        chunk, which overlaps with the next pass.
 
-        Two slots of memory: a pass's first layer comes while the first microbatch passes the last layer before it, the
-        others while it passes this one, and the pass after the next waits for a reduction. Ranks that communicate with the
-        cores that compute do one after the other.
+        There is memory for two layers. So a pass's first layer is gathered while the first microbatch is in the layer before,
+        the others during the pass itself, and a reduction must end before the pass after the next begins. CPUs communicate
+        with the cores that compute, so they do one after the other.
         """
         stream, seconds, reduced = self.graph.add_actor(), self.graph.seconds, list[int]()
         passes = sorted((key for key in stage.first if key[0] is not Kind.WEIGHT), key=lambda key: stage.first[key][0])
@@ -175,13 +177,13 @@ class Collectives:
             self._reduce_pass(stage, stream, passes[-1][1])
 
     def _gathers(self, stage: StageNodes, kind: Kind, chunk: int) -> list[float]:
-        """Seconds to bring each layer of a chunk, in the order of the pass."""
+        """Return the seconds to gather each layer of a chunk, in the order of the pass."""
         found = self.costs.state.gather_seconds(stage.index, self.costs.state.portions[stage.index][chunk], kind)
         return found if kind is Kind.FORWARD else found[::-1]
 
     def _reduce_pass(self, stage: StageNodes, stream: int, chunk: int) -> int:
-        """Adds the reduction of a chunk, layer by layer while the last microbatch passes it, where ranks can do
-        both."""
+        """Add the reduction of a chunk, layer by layer while the last microbatch is in it, if ranks can do both at once.
+        Return its last node."""
         layers = self.costs.state.reduce_seconds(stage.index, self.costs.state.portions[stage.index][chunk])
         last, by_turns = stage.completing(chunk), self.costs.state.by_turns[stage.index]
         under_way = self.costs.state.sums_under_way(stage.index)
@@ -192,7 +194,7 @@ class Collectives:
         return node
 
     def _step_and_gather(self, stage: StageNodes) -> None:
-        """Steps behind all compute wait for the norm of all stages' gradients; gathers wait for all owners."""
+        """Let the steps at the end wait for the norm of all stages' gradients, and the gathers for all owners' steps."""
         for chunk in stage.updates[Kind.STEP]:
             state = self.costs.state
             portion = self._portion(stage, chunk) if state.steps_apart else None
@@ -214,8 +216,8 @@ class Collectives:
                 self._update(stage, chunk, own, gather)
 
     def _catch_up(self, stage: StageNodes, chunk: int, updated: dict[int, float], *, meets: bool) -> None:
-        """A chunk whose gradients are complete is not stepped before the norm of all is known, by which they are
-        clipped: the first chunk is when the next step begins, the others while the one before them is in its first forward."""
+        """Let each chunk be stepped in the next step, since its gradients cannot be clipped before the norm of all is known.
+        The first chunk is stepped when the next step begins, each other one during the first forward of the chunk before."""
         if not chunk:
             self.update_seconds |= updated
             return

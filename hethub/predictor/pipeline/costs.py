@@ -1,4 +1,4 @@
-"""What each part of a bound plan costs: microbatches, boundaries and the optimizer, from layer and link costs."""
+"""The costs of each part of a bound plan, from the costs of layers and links: microbatches, boundaries and the optimizer."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
@@ -26,8 +26,9 @@ from hethub.spec.schedule.microbatches import sizes_of
 
 
 class _Passes(NamedTuple):
-    """Seconds of a microbatch's passes through a portion: compute, of the backward with the weights' gradients that are put
-    off, the sums inside the replica, waits for copies to the host and back, and what embedding and head are of these."""
+    """The seconds of one microbatch's passes through a portion. `forward` and `backward` are compute, `weight` is the part of
+    the backward that is put off, `tp_forward` and `tp_backward` are sums inside the replica, `copies` are waits for copies
+    to the host and back, and `ends` are the parts of embedding and head in the compute."""
 
     forward: float
     backward: float
@@ -43,13 +44,13 @@ class _Passes(NamedTuple):
 
     @property
     def alone(self) -> tuple[float, float, float]:
-        """Of each pass all that its collectives over replicas go on beside."""
+        """The seconds of each pass that can hide collectives over replicas."""
         forward, backward = map(add, self.with_sums, self.copies)
         return forward, backward - self.weight, self.weight
 
 
 class PlanCosts:
-    """Costs of a layout under one software stack. Equal replicas are computed once."""
+    """The costs of a layout under one software stack. Equal replicas are priced once."""
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class PlanCosts:
         links_of: ClusterSpec | None = None,
         like: "PlanCosts | None" = None,
     ) -> None:
-        """`links_of` has the links that count, by default those of the layout's cluster. `like` are costs of the same plan
-        with other figures of cluster, constants or profile: what does not depend on figures is shared with them."""
+        """`links_of` is the cluster whose links count, by default the layout's. `like` are costs of the same plan under other
+        figures of cluster, constants or profile, from which all is taken that does not depend on figures."""
         self.layout, self.software, self.constants, self.profile = layout, software, constants, profile
         self.plan, self.model, self._like = layout.plan, layout.model, like
         self.width = element_bytes(software.math_precision(self.plan.precision))
@@ -77,11 +78,11 @@ class PlanCosts:
         self._paces: dict[Pair, tuple[Paces, Paces]] = {}
 
     def with_figures(self, cluster: ClusterSpec, constants: Constants, profile: ProfileSpec | None) -> "PlanCosts":
-        """The same where cluster, constants and profile have other figures (the planner asks seventeen times a plan)."""
+        """Return the costs under other figures of cluster, constants and profile. The planner asks seventeen times a plan."""
         return PlanCosts(self.layout.on(cluster), self.software, constants, profile, like=self)
 
     def layer_cost(self, rank: int) -> LayerCost:
-        """The layer costs of a rank's accelerator."""
+        """Return the layer costs of a rank's accelerator."""
         accelerator = self.layout.cluster.places[rank].accelerator
         found = self._layer_costs.get(accelerator.name)
         if found is None:
@@ -91,12 +92,12 @@ class PlanCosts:
 
     @property
     def extrapolated(self) -> bool:
-        """Whether a profile was asked beyond what it measured."""
+        """Whether a profile was extrapolated beyond what it measured."""
         return any(isinstance(cost, ProfiledLayerCost) and cost.extrapolated for cost in self._layer_costs.values())
 
     @memoized
     def replica_key(self, stage: int, replica: int) -> tuple[object, ...]:
-        """What a replica's costs depend on: those with equal keys cost the same."""
+        """Return what a replica's costs depend on. Replicas with equal keys cost the same."""
         if self._like is not None:
             return self._like.replica_key(stage, replica)
         spec = self.layout.replica(stage, replica)
@@ -116,12 +117,12 @@ class PlanCosts:
 
     @cached_property
     def microbatches_alike(self) -> bool:
-        """Whether all stages cut the samples alike, so that replica r talks only to replica r of its neighbours."""
+        """Whether all stages divide the samples alike, so that replica r talks only to replica r of the neighbouring stages."""
         return len({sizes_of(stage.replicas) for stage in self.plan.stages}) == 1
 
     @cached_property
     def chains(self) -> tuple[int, ...]:
-        """Where all stages microbatch alike: the first replica of every sort of chain through the stages."""
+        """The first replica of each sort of chain through the stages. It needs stages that divide the samples alike."""
         found: dict[object, int] = {}
         stages = range(self.layout.num_stages)
         named = [stage for stage in self.layout.stages if stage.state_shares]
@@ -135,18 +136,18 @@ class PlanCosts:
         return tuple(found.values())
 
     def _rounds_of(self, replica: int) -> tuple[tuple[int, ...], ...]:
-        """By stage, the rounds in which a replica has a microbatch, where it lacks one in some."""
+        """Return the rounds in which a replica has a microbatch, for the stages where it has none in some."""
         stages = filter(self.plan.runs_in_rounds, range(self.layout.num_stages))
         some = [stage for stage in stages if not self.layout.joins_every_round(stage, replica)]
         return tuple([tuple(self.layout.round_numbers(stage, replica)) for stage in some])
 
     @cached_property
     def chains_apart(self) -> bool:
-        """Whether no collective of a round ties unlike chains of replicas together."""
+        """Whether chains that differ never wait for each other in the collectives of a round."""
         return len(self.chains) == 1 or not any(map(self.state.in_rounds, range(self.layout.num_stages)))
 
     def boundary_key(self, stage: int, source: int, target: int) -> tuple[object, ...]:
-        """What the cost of a boundary between two replicas depends on, beside its bytes."""
+        """Return what the cost of a message between two replicas depends on, beside its bytes."""
         between = self.messages.key(stage, source, stage + 1, target)
         if not self.is_paced:
             return between
@@ -155,8 +156,8 @@ class PlanCosts:
     def microbatch(
         self, stage: int, replica: int, samples: int, portion: Portion | None = None, rounds: float | None = None
     ) -> MicrobatchCost:
-        """Seconds of forward and backward of a microbatch of `samples` through a portion of the stage, by default all
-        of it, in the mean over so many rounds, by default the layout's."""
+        """Return the seconds of a microbatch of `samples`, forward and backward, through a portion of the stage (by default
+        all of it). They are a mean over `rounds` rounds, by default those of the layout."""
         portion, rounds = portion or self.state.whole[stage], rounds or self._rounds(stage, replica)
         key = (self.replica_key(stage, replica), samples, portion, rounds)
         found = self._microbatches.get(key)
@@ -166,12 +167,12 @@ class PlanCosts:
 
     @memoized
     def _rounds(self, stage: int, replica: int) -> int:
-        """In how many rounds a replica's microbatches go, its own where it goes alone."""
+        """Return the number of rounds of a replica's actor, which is its number of microbatches if it works alone."""
         return self.layout.loads[stage][self.layout.actor_of(stage, replica)].num_microbatches
 
     def _shortest(self, stage: int, portion: Portion) -> tuple[float, float]:
-        """Seconds of a forward and a backward of one sample, the least that a microbatch has, on the replica that is
-        through with it first."""
+        """Return the seconds of a forward and of a backward of the smallest microbatch, one sample, each on the replica that
+        is fastest at it."""
         number = len(self.plan.stages[stage].replicas)
         replicas = {self.replica_key(stage, replica): replica for replica in range(number)}
         found = [self.microbatch(stage, replica, 1, portion) for replica in replicas.values()]
@@ -195,12 +196,12 @@ class PlanCosts:
 
     @memoized
     def visits(self, stage: int, replica: int, samples: int, portion: Portion) -> Round:
-        """A microbatch's passes through a portion of a stage whose layers are replayed one by one."""
+        """Return the layers of a microbatch's passes through a portion. They are replayed one by one."""
         own = self._passes(stage, self.layout.replica(stage, replica), samples, portion)
         return self.state.round(stage, own.alone, portion, own.ends, self._message_seconds(stage, samples))
 
     def _passes(self, stage: int, spec: ReplicaSpec, samples: int, portion: Portion) -> "_Passes":
-        """A microbatch's passes through a portion without what its replicas do together."""
+        """Return a microbatch's passes through a portion, without the collectives over replicas."""
         fractions = self.state.rings.rank_fractions(spec)
         named = {(self.layer_cost(r).accelerator.name, part): r for r, part in zip(spec.ranks, fractions, strict=True)}
         unlike = [(share, rank) for (_, share), rank in named.items()]
@@ -216,7 +217,7 @@ class PlanCosts:
     def _rank_passes(
         self, stage: int, spec: ReplicaSpec, rank: int, fraction: float, samples: int, portion: Portion
     ) -> tuple[float, float, float]:
-        """Forward and backward compute seconds of a microbatch on one rank, and the part of backward that is put
+        """Return the compute seconds of a microbatch on one rank: forward, backward, and the part of the backward that is put
         off."""
         cost, stage_spec = self.layer_cost(rank), self.layout.stages[stage]
         tp = self.state.rings.tensor_parallel(spec)
@@ -228,22 +229,24 @@ class PlanCosts:
         return forward, backward, portion.layers * late
 
     def _ends(self, unlike: Sequence[tuple[float, int]], samples: int, portion: Portion) -> Ends:
-        """Forward and backward seconds of a portion's embedding and head on the slowest of these ranks."""
+        """Return the seconds of a portion's embedding and head, forward and backward, on the slowest of these ranks."""
         costs = [(self.layer_cost(rank), share) for share, rank in unlike]
         embedding = max(cost.embedding(samples) for cost, _ in costs) if portion.first else PassSeconds(0.0, 0.0)
         head = max(cost.head(samples, share) for cost, share in costs) if portion.last else PassSeconds(0.0, 0.0)
         return embedding, head
 
     def _activation_bytes(self, samples: float) -> float:
-        """Bytes of the hidden states of `samples` on one rank."""
+        """Return the bytes of the hidden states of `samples` on one rank."""
         return samples * self.plan.seq_len * self.model.hidden * self.width / self.software.context_parallel
 
     def _tensor_parallel_seconds(
         self, stage: int, spec: ReplicaSpec, unlike: Sequence[tuple[float, int]], samples: int, portion: Portion
     ) -> tuple[float, float]:
-        """Two all-reduces per layer and pass, two more where the forward runs again; embedding and head add one each to
-        the forward: the gradient of what enters the head is summed with the loss, that of the embedding by nobody. The loss
-        needs each token's largest logit, and then two sums."""
+        """Return the seconds that tensor parallelism adds to the forward and to the backward.
+
+        Each layer has two all-reduces in each pass, and two more where the forward runs again. Embedding and head add one
+        each to the forward. They add none to the backward: the gradient of the head's input is summed with the loss, and
+        that of the embedding is not summed. The loss needs the largest logit of each token, then two sums."""
         tp = self.state.rings.tensor_parallel(spec)
         if tp == 1:
             return 0.0, 0.0
@@ -271,8 +274,9 @@ class PlanCosts:
         return forward, layers * backward + again
 
     def _sums_of_backward(self, stage: int, rank: int, tp: int, share: float, samples: int, once: float) -> float:
-        """What a layer's two sums add to its backward on a rank. They run beside the gradients of the weights before
-        them, unless these are put off, the cores that compute sum, or a rehearsal paces one after the other."""
+        """Return what a layer's two sums add to its backward on a rank. They overlap with gradients of weights, except where
+        these are put off, where the cores that compute also do the sums, and in a rehearsal, which paces one after the
+        other."""
         apart = self.plan.defers_wgrad or self.layout.cluster.emulated or self.state.by_turns[stage]
         if apart:
             return 2 * once
@@ -280,7 +284,7 @@ class PlanCosts:
         return self.layer_cost(rank).sums_beside_weights(samples, tp, share, once, cost)
 
     def optimizer(self, stage: int, replica: int, portion: Portion | None = None) -> float:
-        """Seconds of the optimizer on a portion, by default on all of the stage, on the replica's slowest rank."""
+        """Return the seconds of the optimizer on a portion, by default all of the stage, on the replica's slowest rank."""
         if not self.software.optimizer_included:
             return 0.0
         stage_spec, spec = self.layout.stages[stage], self.layout.replica(stage, replica)
@@ -292,7 +296,7 @@ class PlanCosts:
         return found
 
     def _update_seconds(self, stage: int, spec: ReplicaSpec, rank: int, portion: Portion | None) -> float:
-        """The same of one rank, beside which offloaded state comes and goes."""
+        """Return the seconds of the optimizer on one rank, with the copies of offloaded state that overlap with it."""
         own, place = self.state.owned(stage, spec, rank, portion), self.layout.cluster.places[rank]
         moved = optimizer_bytes(self.width) * ("optimizer" in self.layout.stages[stage].offload)
         seconds = self.layer_cost(rank).optimizer(own)
@@ -300,11 +304,12 @@ class PlanCosts:
 
     @memoized
     def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
-        """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next, or back."""
+        """Return the seconds of a message of `samples` from a replica of `stage` to one of the stage `below`, by default the
+        next, or back."""
         return self.messages.seconds(stage, source, target, samples, below)
 
     def _message_seconds(self, stage: int, samples: int) -> float:
-        """Seconds for which a pass's messages take what the collectives of the stage's rounds pass, too."""
+        """Return the seconds for which a pass's messages occupy links that the collectives of its rounds use too."""
         if not self.state.in_rounds(stage):
             return 0.0
         if stage not in self._beside_rings:
@@ -324,19 +329,19 @@ class PlanCosts:
 
     @cached_property
     def routes(self) -> Routes:
-        """Which ways the plan's messages take, whatever the figures."""
+        """The links that the plan's messages pass. They do not depend on figures."""
         if self._like is not None:
             return self._like.routes
         return Routes(self.layout, self.network, self._activation_bytes(1), self.software)
 
     @cached_property
     def loads(self) -> LinkLoads:
-        """What the plan sends over every link."""
+        """What the plan sends over each link."""
         return LinkLoads(self.routes, self.network, self.state)
 
     def paces(self, boundary: int, above: int, below: int) -> tuple[Paces, Paces]:
-        """Seconds per sample below which the messages between two replicas do not follow each other, with the
-        activations and with their gradients."""
+        """Return the least seconds per sample between messages of two replicas, because of links they share: of activations,
+        and of their gradients."""
         key = self.routes.alike[boundary, above, below]
         found = self._paces.get(key)
         if found is None:
@@ -345,13 +350,14 @@ class PlanCosts:
         return found
 
     def _pace(self, flow: Flow, chunk: int, way: int, sender: int) -> Paces:
-        """The same of one flow from a replica with one of all model chunks."""
+        """Return this pace for one flow of messages from a replica's model chunk. It is 0.0 where the chunk's passes are
+        slower anyway."""
         (samples, apart), (one_way, two_way) = self._sent_apart(chunk, way, sender), self.loads.paces(flow)
         return Paces(one_way if one_way * samples > apart else 0.0, two_way if two_way * samples > apart else 0.0)
 
     @memoized
     def _sent_apart(self, chunk: int, way: int, replica: int) -> tuple[int, float]:
-        """Samples of a message that a replica sends from one of all model chunks, and how far apart these come at least."""
+        """Return the samples of a message that a replica sends from a model chunk, and the least seconds between two."""
         giving = self.layout.model_chunks[chunk]
         spec, portions = self.layout.replica(giving.stage, replica), self.state.portions[giving.stage]
         portion = portions[giving.chunk] if len(portions) > 1 else None
@@ -362,5 +368,5 @@ class PlanCosts:
 
     @cached_property
     def is_paced(self) -> bool:
-        """Whether messages come faster than some link takes them."""
+        """Whether some messages come faster than a link takes them."""
         return any(any(own.two_way for own in self.paces(*key)) for key in self.routes.flows)

@@ -1,5 +1,6 @@
-"""What a microbatch's passes take; and of communication one layer ahead of, or behind, the compute that hides it, what a
-pass still shows."""
+"""The seconds of a microbatch's passes, and how much of their communication compute cannot hide.
+
+Weights are gathered one layer ahead of the compute that needs them, and gradients are summed behind it."""
 
 from collections.abc import Sequence
 from itertools import islice, pairwise
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 
 class Parts(NamedTuple):
-    """Seconds of one pass of one microbatch by what they are spent on."""
+    """The seconds of one pass of one microbatch, by what they are spent on."""
 
     compute: float
     tp: float
@@ -20,8 +21,8 @@ class Parts(NamedTuple):
 
 
 class MicrobatchCost(NamedTuple):
-    """Forward and backward of one microbatch on one replica; where weight gradients are put off, they are apart. Behind the
-    last of all, sums before the last layer's have a rest of their way to go."""
+    """One microbatch on one replica: its forward, its backward, and its weights' gradients where these are put off. `rest` is
+    what is left, after the last microbatch of all, of the sums before the last layer's."""
 
     forward: Parts
     backward: Parts
@@ -30,8 +31,8 @@ class MicrobatchCost(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A layer in one pass: seconds of its compute, of gathering its weights, of summing its gradients behind it, and of
-    messages that are under way when it begins. `layer` is None where it needs no weights."""
+    """One layer in one pass: the seconds of its compute, of gathering its weights, of summing its gradients afterwards, and
+    of messages that are under way when it begins. `layer` is None where no weights are needed."""
 
     compute: float
     gather: float = 0.0
@@ -40,12 +41,12 @@ class Visit(NamedTuple):
     layer: int | None = None
 
     def brings(self, after: "Visit") -> float:
-        """Seconds to gather the weights of the visit `after` it, which are there if it is the same layer's."""
+        """Return the seconds to gather the weights of the visit `after` this one, 0 if it is of the same layer."""
         return 0.0 if self.layer is not None and self.layer == after.layer else after.gather
 
     def bringing(self, ahead: float, cost: float = 0.0) -> "Visit":
-        """The same in a run: its gather is what it brings ahead, for the visit behind it. A second of collectives beside compute
-        makes both longer by `cost`."""
+        """Return the visit as it runs: it gathers for `ahead` seconds for the visit behind it. Each second of collectives beside
+        compute makes both longer by `cost`."""
         collectives = ahead + self.reduction
         longer = cost * min(collectives, self.compute)
         part = 1.0 + longer / collectives if longer else 1.0
@@ -53,20 +54,18 @@ class Visit(NamedTuple):
 
 
 class LayerLink:
-    """What passes of a stage leave to those behind them: until when the link is `taken` on which layers are gathered and summed
-    in one order, when the weights that were announced last are there, when the last two sums are, and when the last one began.
+    """The state of the link on which a stage's layers are gathered and summed, from pass to pass: until when it is `taken`, when
+    the weights asked for last are there, when the last two sums end, and when the last one began.
 
-    As an executor does them (hethub/runtime/state/zero.py): a visit that begins announces the next one, whose weights are
-    brought then; its sum starts when it ends. The next visit waits for its weights, and if it adds to gradients for all sums
-    but one.
+    It follows the executor (hethub/runtime/state/zero.py). A visit that begins asks for the weights of the next one, and
+    when it ends, its sum begins. A visit waits for its weights and, if it adds to gradients, for all sums but the last.
     """
 
     def __init__(self) -> None:
         self.taken, self.ready, self.sums, self.summing = 0.0, 0.0, (0.0, 0.0), 0.0
 
     def through(self, now: float, visits: Sequence[Visit]) -> tuple[float, list[float]]:
-        """When visits that may begin `now` are over, each with what it brings; and how late each begins behind the compute
-        before it."""
+        """Run visits that may begin `now`. Return when they end, and how late each begins after the compute before it."""
         late, taken, ready, sums = [], self.taken, self.ready, self.sums
         for compute, gather, reduction, messages, _ in visits:
             begun = max(now, ready, sums[0]) if reduction else max(now, ready)
@@ -83,16 +82,19 @@ class LayerLink:
 
 
 class Shown(NamedTuple):
-    """Of a visit or a pass, the seconds of its communication, and those that no compute hides."""
+    """The communication of a visit or a pass: its seconds, and how many of them no compute hides."""
 
     seconds: float
     exposed_seconds: float
 
 
 def shown(visits: Sequence[Visit], rounds: float = 1) -> tuple[list[Shown], float]:
-    """By visit, the mean over so many rounds of them, one behind the other; it is late by what is exposed, behind the compute
-    before it. And the seconds that are left in the end of the sum before the last. The first of all has its weights. From the
-    third on all rounds count as the fourth, which two sums under way hold up if they hold up any."""
+    """Return the mean communication of each visit over `rounds` rounds, one after another, and how many seconds of the sum
+    before the last are left at the end.
+
+    A visit's exposed seconds are those by which it begins after the compute before it has ended. The very first visit has
+    its weights already. All rounds from the third on are taken to be like the fourth: if two sums under way ever delay a
+    round, they delay that one."""
     run = [*visits] * (4 if rounds > 1 else 1)
     brought = [0.0, *(before.brings(visit) for before, visit in pairwise(run)), 0.0]
     late, left = [0.0] * len(run), 0.0
@@ -112,7 +114,7 @@ def shown(visits: Sequence[Visit], rounds: float = 1) -> tuple[list[Shown], floa
 
 
 def binds(visits: Sequence[Visit]) -> bool:
-    """Whether any of these may wait for communication, which may take longer than the compute that is beside it."""
+    """Whether any of these visits may have to wait for communication that takes longer than the compute beside it."""
     return sum(max(own) for own in list(zip(*visits, strict=True))[1:4]) > min(visit.compute for visit in visits)
 
 
@@ -121,7 +123,7 @@ NO_ENDS: Ends = ((0.0, 0.0), (0.0, 0.0))
 
 
 class Round(NamedTuple):
-    """A microbatch's visits: forward, backward, and the weights' gradients where these are put off."""
+    """The visits of one microbatch: of its forward, its backward, and its weights' gradients where these are put off."""
 
     forward: list[Visit]
     backward: list[Visit]
@@ -136,8 +138,9 @@ class Round(NamedTuple):
         reductions: Sequence[float],
         messages: float,
     ) -> "Round":
-        """From the seconds of whole passes, of which `ends` come with the first and the last layer, of each layer's
-        collectives, all in model order (`gathers` of the forward and of the backward), and of a pass's messages."""
+        """Make the visits from the seconds of whole passes, of collectives and of messages. `ends`, embedding and head, are
+        added to the first and the last layer. `gathers` (of the forward and of the backward) and `reductions` are by layer,
+        in model order."""
         layers = len(reductions)
         numbers = range(layers)
         forward, backward, deferred = ([seconds / layers] * layers for seconds in passes)
@@ -154,8 +157,8 @@ class Round(NamedTuple):
         )  # fmt: skip
 
     def shown(self, rounds: float, *, turns: bool) -> tuple[list[list[Shown]], float]:
-        """Of each pass, by visit, its mean over so many rounds, where a backward comes behind each forward (`turns`) or all
-        forwards come first; and what is left of sums behind the last."""
+        """Return the mean communication of each visit of each pass over `rounds` rounds, and what is left of sums at the end.
+        Either each forward is followed by a backward (`turns`), or all forwards come first."""
         forward, backward, deferred = self
         found = [shown(run, rounds) for run in ([[*forward, *backward, *deferred]] if turns else [forward, backward])]
         each = iter([own for visits, _ in found for own in visits])
@@ -163,13 +166,13 @@ class Round(NamedTuple):
 
 
 def exposed(compute: float, beside: Sequence[float]) -> float:
-    """Seconds that a pass takes beyond its `compute`, spread evenly over its layers, where `beside[i]` seconds of
-    communication go on during layer i and must end before the next."""
+    """Return by how many seconds a pass exceeds its `compute`, which is spread evenly over its layers, if `beside[i]` seconds
+    of communication overlap with layer i and must end before the next one begins."""
     layer = compute / len(beside)
     return sum(max(0.0, seconds - layer) for seconds in beside)
 
 
 def excess(communication: float, compute: float, layers: int) -> float:
-    """Seconds of communication that go beyond a pass where all of it may be under way at once, layer after layer in the
-    order of the pass, whose first layer hides none."""
+    """Return by how many seconds communication exceeds a pass if nothing waits for it layer by layer. The pass's first layer
+    hides none of it."""
     return max(0.0, communication - compute * (layers - 1) / layers) if layers > 1 else communication

@@ -1,4 +1,4 @@
-"""Any schedule replayed: nodes with a length, done in each actor's order, each when what it needs has ended."""
+"""Replay any schedule. Each actor runs its nodes in order, and each node begins when the nodes it needs have ended."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,14 +13,14 @@ NONE = -1  # where a node waits for no other
 
 
 class LayeredPass(NamedTuple):
-    """A node whose layers wait for weights and sums, on the link of its actor; without visits one that begins when the last
+    """A pass whose layers wait for weights and sums, which use the link of its actor. One without visits begins when the last
     sum does."""
 
     actor: int
     visits: Sequence[Visit] = ()
 
     def end(self, now: float, seconds: float, link: LayerLink) -> float:
-        """When it ends that may begin now and takes so long beside what it waits for."""
+        """Return when the pass ends if it may begin `now` and takes `seconds` without waits."""
         if self.visits:
             return link.through(now, self.visits)[0]
         return max(now, link.summing) + seconds
@@ -28,12 +28,12 @@ class LayeredPass(NamedTuple):
 
 @dataclass
 class TaskGraph:
-    """Nodes numbered from 0. `orders[a]` are actor a's, in the order it does them.
+    """Nodes numbered from 0, and actors. `orders[a]` are the nodes of actor a, in the order in which it runs them.
 
-    Most nodes wait for one other at most: `sources[n]`, `under_way[n]` seconds after its end. `needs[n]` are those
-    that n waits for beside it. An actor is a replica, a stage whose replicas go in lockstep, or a stream (a network, a
-    host link) that works beside them. Seconds under way may be negative: what counts is then ready before its node has
-    ended.
+    An actor is a replica, a stage whose replicas work in lockstep, or a stream that works beside them (a network, a host
+    link). Most nodes wait for one other node at most: node n begins no earlier than `under_way[n]` seconds after the end
+    of `sources[n]`. `needs[n]` are further nodes that it waits for. Seconds under way may be negative, where what is
+    waited for is ready before its node ends.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -44,14 +44,14 @@ class TaskGraph:
     layered: dict[int, LayeredPass] = field(default_factory=dict)
 
     def add(self, actor: int, seconds: float, needs: Needs | None = None) -> int:
-        """The number of a new node at the end of an actor's order."""
+        """Add a node to the end of an actor's order, and return its number."""
         (node,) = self.extend(actor, [seconds])
         if needs:
             self.needs[node] += needs
         return node
 
     def extend(self, actor: int, seconds: list[float]) -> range:
-        """The numbers of new nodes at the end of an actor's order, that wait for none yet."""
+        """Add nodes that wait for none yet to the end of an actor's order, and return their numbers."""
         added = range(len(self.seconds), len(self.seconds) + len(seconds))
         self.seconds += seconds
         self.sources += [NONE] * len(seconds)
@@ -60,18 +60,18 @@ class TaskGraph:
         return added
 
     def add_actor(self) -> int:
-        """The number of a new actor."""
+        """Add an actor, and return its number."""
         self.orders.append([])
         return len(self.orders) - 1
 
     def add_stream(self, seconds: list[float], sources: list[int], under_way: list[float]) -> None:
-        """New nodes of a new actor: of each its seconds, the one it waits for, and the seconds from that one's end to when
-        it counts."""
+        """Add an actor with nodes. Given for each node are its seconds, the node it waits for, and the seconds under way from
+        that node's end."""
         added = self.extend(self.add_actor(), seconds)
         self.sources[added.start :], self.under_way[added.start :] = sources, under_way
 
     def delay(self, node: int, seconds: float) -> None:
-        """Lets a node take so much longer; a layered pass when it begins its last layer, before that brings anything."""
+        """Make a node longer. A layered pass gets longer where it begins its last layer, before that brings anything."""
         self.seconds[node] += seconds
         if own := self.layered.get(node):
             *before, last = own.visits
@@ -79,17 +79,16 @@ class TaskGraph:
             self.layered[node] = own._replace(visits=(*before, last))
 
     def needs_of(self, node: int) -> Needs:
-        """All that a node waits for."""
+        """Return everything that a node waits for."""
         first = [] if self.sources[node] == NONE else [(self.sources[node], self.under_way[node])]
         return first + self.needs.get(node, [])
 
 
 def replay(graph: TaskGraph, starts: dict[int, float] | None = None) -> list[float]:
-    """When each node ends; `starts` are the actors that begin later than at 0.
+    """Return when each node ends. `starts` are the times at which actors begin, 0 for those not named.
 
-    Each actor runs its list in order; one that waits for a node not yet done is woken by it. A layered pass takes what it
-    waits for its layers, too, which its seconds have afterwards. Raises AssertionError
-    where nodes wait for each other, which a bound layout's schedule never does.
+    An actor that waits for a node is woken when this ends. The seconds of a layered pass grow by its waits for layers. Raises
+    AssertionError if nodes wait for each other in a circle, which the schedule of a bound layout never makes them do.
     """
     seconds, sources, under_way, needs, layered = (
         graph.seconds, graph.sources, graph.under_way, graph.needs, graph.layered,
@@ -129,8 +128,8 @@ def replay(graph: TaskGraph, starts: dict[int, float] | None = None) -> list[flo
 def idle_times(
     graph: TaskGraph, ends: list[float], actor: int, begin: float = 0.0
 ) -> list[tuple[int, float, int, float]]:
-    """Where an actor stood idle after `begin`: (node that waited, idle seconds, node it waited for, its seconds under
-    way)."""
+    """Return where an actor stood idle after `begin`: the node that waited, its idle seconds, the node it waited for, and for
+    how many seconds that one's message was under way."""
     found = []
     order = graph.orders[actor]
     for before, node in pairwise([None, *order]):

@@ -1,11 +1,12 @@
-"""A whole step from a layout's costs: every action replayed, and where the bottleneck's time went.
+"""Compute the time of a step from a layout's costs by replaying its actions, and say where the bottleneck's time went.
 
-A step is measured from its first forward to that of the next step. Ranks do not begin together: one with a shorter update
-begins the next step earlier, by the difference.
+A step lasts from its first forward to the first forward of the next one. Ranks do not begin together: one with a shorter
+update begins the next step earlier, by the difference.
 
-Plans whose stages all cut the samples alike need no node per microbatch: their replicas form chains, and equal ones are
-replayed once. Under 1F1B `closed_form` extrapolates them from their steady state, elsewhere a folded layout does. Where
-stages cut the samples unlike, groups of replicas that are copies of each other are replayed once.
+Not every action has to be replayed. If all stages divide the samples alike, replicas form chains through the stages, and
+one chain of each sort is replayed. Many microbatches are extrapolated from the steady state, under 1F1B by `closed_form`
+and under other schedules from a folded layout with few microbatches. If stages divide the samples differently, replicas
+may still form groups that are copies of each other, of which one is replayed.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from hethub.spec.schedule.in_flight import is_regular
 
 
 class Timed(NamedTuple):
-    """An action of a replica and when it ran."""
+    """An action of a replica, and when it began and ended."""
 
     action: Action
     start_seconds: float
@@ -36,7 +37,8 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Seconds of a step, and its parts on the bottleneck's own clock (they sum to `seconds`)."""
+    """The seconds of a step, and into which parts they fall on the busiest replica, the bottleneck. The parts sum to
+    `seconds`."""
 
     seconds: float
     breakdown: dict[str, float]
@@ -45,9 +47,10 @@ class StepTimes:
 
 
 def step_times(layout: Layout, costs: PlanCosts, full: bool = False, wirings: Wirings | None = None) -> StepTimes:
-    """The step from its first forward to the next one's, no shorter than any link needs for all its bytes. `full`
-    replays every action, as a timeline needs. `wirings` are the layout's, whatever its cluster's figures, where it is
-    replayed under other costs too."""
+    """Return the times of a step. It is never shorter than any link needs for all its bytes.
+
+    `full` replays every action, which a timeline needs. `wirings` are those of the layout; pass them if the layout is
+    replayed under several costs, since they depend on none."""
     found = _step_times(wirings or Wirings(layout), costs, full)
     longest, messages, _ = costs.loads.longest
     if not longest > found.seconds:
@@ -83,7 +86,7 @@ def _step_times(wirings: Wirings, costs: PlanCosts, full: bool) -> StepTimes:
 
 
 def _folded_times(wirings: Wirings, costs: PlanCosts) -> StepTimes:
-    """One replica of each sort of chain stands for all, and where there are many microbatches, few of them."""
+    """Replay one replica of each sort of chain, with few microbatches if these are enough to extrapolate from."""
     num_microbatches, period, repeats = extent(wirings.layout, costs)
     chains = _of_chains(wirings.layout, costs)
     first = _folded_replay(wirings, costs, chains, num_microbatches)
@@ -98,14 +101,14 @@ def _folded_times(wirings: Wirings, costs: PlanCosts) -> StepTimes:
 
 
 def _of_chains(layout: Layout, costs: PlanCosts) -> list[Group]:
-    """One replica of each sort of chain."""
+    """Return one group: the first replica of each sort of chain."""
     return [(costs.chains,) * layout.num_stages]
 
 
 def _folded_replay(
     wirings: Wirings, costs: PlanCosts, groups: Sequence[Group], num_microbatches: int | None
 ) -> StepTimes:
-    """The first group replayed, of which the others are copies."""
+    """Replay the first group. The others are copies of it."""
     group = groups[0]
     times = _replayed_times(wirings.folded(group, num_microbatches), FoldedCosts(costs, group), False)
     stage, place = times.bottleneck
@@ -118,7 +121,7 @@ def _folded_replay(
 
 
 def _replayed_times(wiring: Wiring, costs: PlanCosts | FoldedCosts, full: bool) -> StepTimes:
-    """Every action of every replica, in the order that the executor runs them."""
+    """Replay every action of every replica in the order in which the executor runs them."""
     compute = Compute(wiring, costs)
     collectives = Collectives(costs, compute)
     updates = collectives.update_seconds
@@ -147,13 +150,13 @@ def _replayed_times(wiring: Wiring, costs: PlanCosts | FoldedCosts, full: bool) 
 
 
 def _begins(update_seconds: dict[int, float]) -> dict[int, float]:
-    """By actor, how much later than the first it begins a step, its update being done so much later after the norm."""
+    """Return for each actor how much later than the first one it begins a step, because its update takes longer."""
     first = min(update_seconds.values())
     return {actor: seconds - first for actor, seconds in update_seconds.items()}
 
 
 def _timed(compute: Compute, ends: list[float]) -> dict[Place, list[Timed]]:
-    """When each replica's actions ran; waits for collectives belong to them, as they do in a run's trace."""
+    """Return when each replica's actions ran. A collective's wait is part of it, as in the trace of a run."""
     found: dict[Place, list[Timed]] = {}
     for place, acts in schedule(compute.layout).items():
         nodes, order = compute.wiring.orders[compute.runs[place].actor], compute.runs[place].order
@@ -167,7 +170,7 @@ def _timed(compute: Compute, ends: list[float]) -> dict[Place, list[Timed]]:
 
 
 def _breakdown(seconds: float, parts: dict[str, float]) -> dict[str, float]:
-    """The parts in their usual order, what is left over being waits for others."""
+    """Return the parts in their usual order. The bubble, waits for other stages, is what the other parts leave."""
     parts["bubble"] = max(0.0, seconds - sum(parts.values()))
     return {key: parts[key] for key in ("compute", "bubble", "tp", "pp", "dp", "optimizer")}
 
@@ -177,7 +180,7 @@ def _breakdown(seconds: float, parts: dict[str, float]) -> dict[str, float]:
 
 
 def _chain_times(layout: Layout, costs: PlanCosts) -> StepTimes:
-    """One pipeline per sort of replica chain; the ends stand under the chain's first replica."""
+    """Compute one pipeline for each sort of chain. The chain's first replica stands for it."""
     reductions = [costs.state.reduction(stage) for stage in range(layout.num_stages)]
     places = [(stage, replica) for stage in range(layout.num_stages) for replica in costs.chains]
     optimizer = {place: costs.optimizer(*place) for place in places}
@@ -204,8 +207,8 @@ def _chain_times(layout: Layout, costs: PlanCosts) -> StepTimes:
 
 
 def _updates(optimizer: dict[Place, float], gathers: list[float]) -> dict[Place, float]:
-    """By place, the seconds from the norm to its next step: its own update, or where weights are gathered, all
-    owners'."""
+    """Return for each place the seconds from the norm to its next step: its own update, or where weights are gathered, the
+    slowest owner's update and the gather."""
     slowest = [max(t for (s, _), t in optimizer.items() if s == stage) for stage in range(len(gathers))]
     return {
         place: slowest[place[0]] + gathers[place[0]] if gathers[place[0]] else own for place, own in optimizer.items()
@@ -213,7 +216,7 @@ def _updates(optimizer: dict[Place, float], gathers: list[float]) -> dict[Place,
 
 
 def _replay_chains(layout: Layout, costs: PlanCosts, begins: dict[Place, float], watched: Place) -> dict[Place, Ends]:
-    """The ends of each sort of chain's replicas, with the waits of the one that is `watched`."""
+    """Return the ends of the replicas of each sort of chain. Waits are counted only of the one that is `watched`."""
     ends: dict[Place, Ends] = {}
     for replica in costs.chains:
         spec = layout.replica(0, replica)
@@ -243,7 +246,7 @@ def _chain(layout: Layout, costs: PlanCosts, replica: int) -> Chain:
 
 
 def _distinct(layout: Layout, costs: PlanCosts) -> list[Place]:
-    """One place of each sort of replica and load among those replayed: equal ones are equally busy."""
+    """Return one place for each sort of replica and load, since equal ones are equally busy."""
     seen: dict[object, Place] = {}
     for replica in costs.chains:
         for stage in range(layout.num_stages):
@@ -253,7 +256,7 @@ def _distinct(layout: Layout, costs: PlanCosts) -> list[Place]:
 
 
 def _busy(layout: Layout, costs: PlanCosts, place: Place) -> dict[str, float]:
-    """Seconds a replica spends on all its microbatches by part."""
+    """Return the seconds that a replica spends on all its microbatches, by part."""
     spec = layout.replica(*place)
     microbatch, count = costs.microbatch(*place, spec.micro_batch), spec.samples // spec.micro_batch
     return {

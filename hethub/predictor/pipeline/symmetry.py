@@ -1,9 +1,8 @@
-"""Layouts whose replicas repeat, with one replica of each sort and few of its microbatches: what a replay of them
-tells of all.
+"""Folded layouts: what a replay of one replica of each sort and of few microbatches says about a whole layout.
 
-Where all stages cut the samples alike, a replica talks only to its own kind of chain, and once every chain is in its
-steady state, the rest of the microbatches adds the same time each. Elsewhere replicas may form groups that talk among
-themselves alone; where these are copies of each other, one stands for all.
+If all stages divide the samples alike, a replica talks only to its own chain. Once all chains are in their steady state,
+each further microbatch adds the same time. Otherwise replicas may form groups that only talk among themselves; if these
+are copies of each other, one stands for all.
 """
 
 import math
@@ -22,15 +21,15 @@ TOLD = 1e-3  # of a step, beyond which stages that begin apart are all replayed
 
 
 class FoldedLayout(Layout):
-    """Some replicas of another layout's stages, each with `num_microbatches` microbatches, held and put off as many at a
-    time as there."""
+    """Some replicas of a layout's stages, each with `num_microbatches` microbatches. They hold and put off as many at a time
+    as in the whole layout."""
 
     whole: Layout
     group: Group
 
     @staticmethod
     def of(layout: Layout, group: Group, num_microbatches: int | None) -> "FoldedLayout":
-        """The layout of a group, with all its microbatches where `num_microbatches` is None."""
+        """Return the folded layout of a group. It has all microbatches if `num_microbatches` is None."""
         plan = layout.plan.of_replicas(group, num_microbatches)
         folded = FoldedLayout(plan, layout.model, layout.cluster)
         object.__setattr__(folded, "whole", layout)
@@ -38,7 +37,7 @@ class FoldedLayout(Layout):
         return folded
 
     def _as_there(self, figures: list[list[int]]) -> list[list[int]]:
-        """By stage and replica, what the whole layout has by stage and actor."""
+        """Return by stage and replica what the whole layout has by stage and actor."""
         actor_of = self.whole.actor_of
         return [[figures[stage][actor_of(stage, r)] for r in own] for stage, own in enumerate(self.group)]
 
@@ -57,7 +56,7 @@ class FoldedLayout(Layout):
 
 
 class FoldedCosts(NamedTuple):
-    """Costs of a folded layout's replicas: those of the replicas they stand for."""
+    """The costs of a folded layout's replicas, which are those of the replicas they stand for."""
 
     costs: PlanCosts
     group: Group
@@ -88,10 +87,11 @@ class FoldedCosts(NamedTuple):
 
 
 def copies(layout: Layout, costs: PlanCosts) -> list[Group]:
-    """The replicas in groups that talk among themselves alone, if all are copies of one; else all in one group.
+    """Return the groups of replicas that only talk among themselves if all groups are copies of each other. Otherwise return
+    all replicas as one group.
 
-    Microbatches are dealt in an order that leaving other replicas out does not change, so a group alone runs as among
-    others.
+    The order in which microbatches are dealt to replicas stays the same if other replicas are left out. So a group alone
+    runs as it does among others.
     """
     stages = range(layout.num_stages)
     tied = layout.plan.goes_chunk_by_chunk or layout.plan.num_chunks > 1 or any(map(costs.state.in_rounds, stages))
@@ -105,7 +105,7 @@ def copies(layout: Layout, costs: PlanCosts) -> list[Group]:
 def _group_key(
     layout: Layout, costs: PlanCosts, group: Group, pairs: Sequence[Sequence[tuple[int, int, int]]]
 ) -> tuple[object, ...]:
-    """What the times of a group depend on."""
+    """Return what the times of a group depend on."""
     replicas = [(stage, replica) for stage, own in enumerate(group) for replica in own]
     specs = [layout.replica(*place) for place in replicas]
     loads = [
@@ -122,7 +122,7 @@ def _group_key(
 
 
 class Extent(NamedTuple):
-    """How many microbatches are replayed, and again with `period` more, which is what each of `repeats` periods
+    """How much is replayed: `num_microbatches`, and then `period` more. The difference is what each of `repeats` periods
     adds."""
 
     num_microbatches: int | None  # None: all
@@ -131,12 +131,12 @@ class Extent(NamedTuple):
 
 
 def extent(layout: Layout, costs: PlanCosts) -> Extent:
-    """How much of alike chains must be replayed to know the rest.
+    """Return how much of chains that are alike must be replayed to know the rest.
 
-    Critical cycles through k stages repeat within k microbatches, interleaved groups are as large as the pipeline; only
-    waits that take longer to settle than the warm-up are approximated. Chunks stepped apart begin behind their updates, and
-    stages of unlike updates one after the other; at nearly one pace they need any number of microbatches to make up for
-    that: all are replayed.
+    Cycles through k stages repeat within k microbatches, and interleaved groups are as large as the pipeline. The result is
+    exact unless waits settle later than the warm-up. All microbatches are replayed where stages begin a step at different
+    times because of their updates, since stages of nearly the same pace may take any number of microbatches to make up
+    for it.
     """
     if costs.state.steps_apart or _begin_apart(layout, costs):
         return Extent(None, 0, 0)
@@ -158,7 +158,7 @@ def extent(layout: Layout, costs: PlanCosts) -> Extent:
 
 
 def _begin_apart(layout: Layout, costs: PlanCosts) -> bool:
-    """Whether replicas begin a step, each behind its own update, so far apart that it tells in the step."""
+    """Whether replicas begin a step at times so different, because of their updates, that the step depends on it."""
     places = [(stage, replica) for stage in range(layout.num_stages) for replica in costs.chains]
     updates = [costs.optimizer(*place) + costs.state.reduction(place[0]).gather_seconds for place in places]
     passes = [
@@ -170,8 +170,8 @@ def _begin_apart(layout: Layout, costs: PlanCosts) -> bool:
 
 
 def _hiding(layout: Layout, costs: PlanCosts, stage: int) -> int:
-    """How many microbatches hide what goes on beside a chunk's passes, which takes as long whatever their number: with
-    fewer, each of them adds less to a step than its compute."""
+    """Return how many microbatches it takes to hide the transfers beside a chunk's passes, which take equally long for any
+    number of them. With fewer, a further microbatch adds less to a step than its compute."""
     portions, state = costs.state.portions[stage], costs.state
     beside, passes = [0.0], []
     for portion in portions:
