@@ -1,8 +1,8 @@
-"""A step of a plan as nodes to replay: every replica's actions with what they cost.
+"""Build the task graph of a plan's step: the actions of every replica, with what they cost.
 
-A stage under ZeRO-3 is one actor: its replicas meet in every layer's collectives, so a round takes as long as its
-slowest microbatch. Under ZeRO-2 they meet where gradients are summed, at most two layers behind each other.
-Collectives over a chunk are nodes of a stream of their own, beside compute.
+Under ZeRO-3 a stage is one actor: its replicas meet in the collectives of each layer, so a round takes as long as its
+slowest microbatch. Under ZeRO-2 replicas meet where gradients are summed, and are at most two layers apart. Collectives
+over a chunk are nodes of a stream of their own, beside compute.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,8 +26,8 @@ PASSES = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.WEIGHT: 2}  # where they are i
 
 
 class Sent(NamedTuple):
-    """The messages of one way over a boundary: the stages they go from and to, the paces by pair of the overlap, and by row
-    the seconds from the end of the sender's node until it is there."""
+    """The messages over a boundary in one direction. `ends` are the stages from which and to which they go, `paces` are by pair
+    of the overlap, and `under_way` are by row the seconds from the end of the sender's node to the arrival."""
 
     ends: tuple[int, int]
     way: Way
@@ -40,7 +40,7 @@ class Sent(NamedTuple):
         return any(own.two_way for own in self.paces)
 
     def carried(self) -> list[float]:
-        """By row, the seconds for which its flow carries it, 0 where it never waits."""
+        """Return for each row the seconds for which its flow is busy with it, 0 where it never waits."""
         found = [
             (own.two_way * samples, own.one_way * samples)
             for own, (*_, samples) in zip(self.paces, self.overlap.pairs, strict=True)
@@ -49,7 +49,7 @@ class Sent(NamedTuple):
 
 
 class Compute:
-    """The compute actions of all replicas as nodes that wait for each other's microbatches."""
+    """The compute actions of all replicas, as nodes that wait for each other's microbatches."""
 
     def __init__(self, wiring: Wiring, costs: PlanCosts | FoldedCosts) -> None:
         self.wiring, self.layout, self.costs = wiring, wiring.layout, costs
@@ -70,7 +70,7 @@ class Compute:
             self._meet(stage)
 
     def _seconds(self, stage: int) -> list[float]:
-        """By node of a stage, what it takes."""
+        """Return the seconds of each node of a stage."""
         places = [(stage, replica) for replica in range(len(self.layout.stages[stage].replicas))]
         if self.costs.state.is_replayed(stage):
             return self._by_layer(stage)
@@ -82,7 +82,8 @@ class Compute:
         return [each for own in taken for each in own]
 
     def _by_layer(self, stage: int) -> list[float]:
-        """The same of a stage whose passes wait for their layers; notes these where they may wait."""
+        """Return the seconds of each node of a stage whose passes wait for their layers. Where layers may make them wait,
+        record them in `layered`."""
         places = [(stage, replica) for replica in range(len(self.layout.stages[stage].replicas))]
         taken = [self._visits(place) for place in places]
         if self.wiring.goes_as_one(stage):
@@ -104,7 +105,8 @@ class Compute:
         return found
 
     def _visits(self, place: Place) -> list[tuple[Visit, ...]]:
-        """A replica's visits of layers at each entry of its actor's order; of none in rounds that it has no microbatch for."""
+        """Return a replica's visits of layers at each entry of its actor's order. In rounds in which it has no microbatch they
+        compute nothing."""
         (stage, replica), order, spec = place, self.runs[place].order, self.layout.replica(*place)
         self._prices(place, order)
         short = spec.samples % spec.micro_batch or spec.micro_batch
@@ -127,13 +129,14 @@ class Compute:
 
     @staticmethod
     def _slowest(visits: Sequence[tuple[Visit, ...]]) -> tuple[Visit, ...]:
-        """Those of replicas that do every layer together."""
+        """Return the visits of replicas that do each layer together: the slowest of each."""
         if len(set(visits)) == 1:
             return visits[0]
         return tuple(max(layer) for layer in zip(*visits, strict=True))
 
     def _bringing(self, run: Run, taken: Sequence[tuple[Visit, ...]], cost: float) -> list[tuple[Visit, ...]]:
-        """An actor's visits with what each brings for the next. A layer stays where the same chunk goes on with it."""
+        """Return an actor's visits with what each gathers for the next. Nothing is gathered if the same chunk goes on with the
+        same layer."""
         found, known = list(taken), dict[object, tuple[Visit, ...]]()
         passes = [(at, run.order.computing[run.order.operation_of[at]][1]) for at, own in enumerate(taken) if own]
         for (at, chunk), (after, following) in pairwise([*passes, (-1, -1)]):
@@ -148,7 +151,8 @@ class Compute:
         return found
 
     def _summed(self, stage: int) -> list[tuple[int, int]]:
-        """Where in their order a stage's replicas sum gradients layer by layer, and of how many layers."""
+        """Return the positions in their order at which a stage's replicas sum gradients layer by layer, with the number of
+        layers."""
         order, portions = self.runs[stage, 0].order, self.costs.state.portions[stage]
         last = Kind.WEIGHT if self.layout.plan.defers_wgrad else Kind.BACKWARD
         return sorted(
@@ -159,10 +163,11 @@ class Compute:
         )
 
     def _meet(self, stage: int) -> None:
-        """Lets replicas under ZeRO-2 wait for each other's sums: none fills a layer's gradients before those of the layer
-        before the last are summed over all, this round's or of the one before. Who is through with a round's pass has
-        waited so for its layers, at one pace each: a pass ends no earlier than all are through its first layer and the one
-        before its last two let it."""
+        """Let replicas under ZeRO-2 wait for each other's sums.
+
+        A replica fills a layer's gradients only when those of the layer two before, in this round or the previous one, are
+        summed over all replicas. Nodes are whole passes, whose layers take equally long. So a pass ends no earlier than it
+        may once all replicas are through its first layer, and through the one before its last two."""
         graph, summed, count = self.graph, self._summed(stage), len(self.layout.stages[stage].replicas)
         runs = [self.runs[stage, replica] for replica in range(count)]
         own = [{run.nodes[position]: layers for position, layers in summed} for run in runs]
@@ -193,7 +198,7 @@ class Compute:
                     needs[end] += [(first[number], (layers - 2) * layer), (last_but_two[number], layer)]
 
     def _meetings(self, count: int) -> range:
-        """New nodes without a length, one after the other."""
+        """Add nodes of no length, one after another, and return their numbers."""
         first = len(self.graph.seconds)
         self.graph.add_stream([0.0] * count, [NONE] * count, [0.0] * count)
         return range(first, first + count)
@@ -202,7 +207,7 @@ class Compute:
         return taken if self.wiring.each else [sum(taken[start:stop]) for start, stop in pieces(run.order)]
 
     def _taken(self, place: Place) -> list[float]:
-        """Seconds of each entry of the order of a replica that goes its own way."""
+        """Return the seconds of each entry of the order of a replica that works alone."""
         order = self.runs[place].order
         full, last = self._prices(place, order)
         seconds = [each.total for each in full] + [0.0] * len(order.updating)
@@ -213,7 +218,7 @@ class Compute:
         return taken
 
     def _taken_in_rounds(self, place: Place) -> list[float]:
-        """Seconds that a replica needs for its own microbatch of each entry of its actor's order."""
+        """Return the seconds that a replica needs for its own microbatch at each entry of its actor's order."""
         order = self.runs[place].order
         full, last = self._prices(place, order)
         found, numbers = [0.0] * len(order.operation_of), self.layout.round_numbers(*place)
@@ -225,8 +230,8 @@ class Compute:
         return found
 
     def _prices(self, place: Place, order: ActorOrder) -> tuple[list[Parts], list[Parts]]:
-        """What the replica spends on a whole microbatch and on its last one, by operation; notes what it spends in
-        all, which is the same for equal replicas that do the same."""
+        """Return what a replica spends on a whole microbatch and on its last one, by operation. Record what it spends in all,
+        which is the same for equal replicas that do the same."""
         spec = self.layout.replica(*place)
         key = (self.costs.replica_key(*place), spec.micro_batch, spec.samples, order)
         if key not in self._priced:
@@ -237,7 +242,7 @@ class Compute:
     def _priced_anew(
         self, place: Place, order: ActorOrder, spec: ReplicaSpec
     ) -> tuple[list[Parts], list[Parts], Parts]:
-        """The same of the first of equal replicas, and what it spends in all."""
+        """Return the same for the first of equal replicas, and what it spends in all."""
         num_microbatches = load_alone(spec).num_microbatches
         short = spec.samples - spec.micro_batch * (num_microbatches - 1)
         last = self._passes(place, order, short)
@@ -247,13 +252,13 @@ class Compute:
         return full, last, Parts(*sums)
 
     def _passes(self, place: Place, order: ActorOrder, samples: int) -> list[Parts]:
-        """What a microbatch takes, by operation."""
+        """Return what a microbatch takes, by operation."""
         portions = self.costs.state.portions[place[0]]
         costs = [self.costs.microbatch(*place, samples, own if len(portions) > 1 else None) for own in portions]
         return [costs[chunk][PASSES[kind]] for kind, chunk in order.computing]
 
     def _messages(self, of_boundary: BoundaryMessages) -> Iterator[Sent]:
-        """The messages between two stages over a boundary, each way."""
+        """Yield the messages over a boundary, in each direction."""
         boundary, (above, below), overlap, ways = of_boundary
         costs = [self.costs.boundary(above, *pair, below) for pair in overlap.pairs]
         under_way = [costs[pair] for pair in overlap.pair_of]
@@ -262,8 +267,8 @@ class Compute:
             yield Sent(ends, way, overlap, paces, under_way)
 
     def _add_messages(self, sent_between: Sequence[Sent]) -> None:
-        """Lets the microbatches of a stage wait for another's messages, and where these may wait for those before them on their
-        flow, for a node of the flow instead of the sender's. A message that meets no other on its flow needs none."""
+        """Let the microbatches of a stage wait for the messages of another. Where a message may have to wait for the one before
+        it on its flow, they wait for a node of the flow instead of the sender's."""
         if not any(sent.is_paced for sent in sent_between):
             for sent in sent_between:
                 self._link(sent.way, sent.under_way)
@@ -284,14 +289,14 @@ class Compute:
 
     @cached_property
     def _computed(self) -> Any:
-        """By node of compute, the seconds of it and of all before it."""
+        """The seconds of each compute node together with all nodes before it."""
         import numpy as np
 
         return np.array(list(accumulate(self.graph.seconds)))
 
     def _link(self, way: Way, seconds: list[float], sources: list[int] | None = None) -> None:
-        """Lets microbatches wait for messages, which come by row, with samples of theirs; where `sources` are given, for
-        these instead of the nodes that send."""
+        """Let microbatches wait for the messages that bring their samples. `seconds` under way are by row; so are `sources`, if
+        given, the nodes to wait for instead of the senders'."""
         graph = self.graph
         for node, own in zip(way.waiting, map(seconds.__getitem__, way.firsts), strict=True):
             graph.under_way[node] = own

@@ -1,4 +1,4 @@
-"""What every rank does when: the replayed schedule as spans, with the names that the runtime's trace uses."""
+"""The replayed schedule as spans: what each rank does when, under the names that the runtime's trace uses."""
 
 from itertools import repeat
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
 
 def timeline(layout: Layout, times: StepTimes) -> tuple[Span, ...]:
-    """All spans, rank by rank in the order of each rank's schedule. Needs times replayed in full."""
+    """Return all spans, rank by rank, in the order of each rank's schedule. The times must have been replayed in full."""
     assert times.timed is not None
     by_rank: dict[int, list[Span]] = {}
     for place, timed in times.timed.items():
@@ -31,5 +31,5 @@ def timeline(layout: Layout, times: StepTimes) -> tuple[Span, ...]:
 
 
 def stream_of(kind: Kind) -> str:
-    """The row of a trace that an action of this kind belongs to."""
+    """Return the row of a trace to which an action of this kind belongs."""
     return "communication" if kind in COLLECTIVE else "compute"

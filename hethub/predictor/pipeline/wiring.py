@@ -1,8 +1,8 @@
-"""What a task graph of a layout is before anything costs: its nodes, in which order actors do them, and which nodes'
-messages each waits for.
+"""The wiring of a layout: its task graph without costs. It has the nodes, the order in which actors run them, and for each
+node the messages it waits for.
 
-A layout is replayed again and again under other costs, so this is built once. Places on the sample axis, replicas and
-chunks are all known here; seconds come with `hethub.predictor.pipeline.task_graph`.
+A layout is replayed under many costs, so its wiring is built once. Seconds are added by
+`hethub.predictor.pipeline.task_graph`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Run(NamedTuple):
-    """A replica's step: the actor that does it, and the node of each entry of its order."""
+    """A replica's step: the actor that runs it, and the node of each entry of the actor's order."""
 
     actor: int
     nodes: Mapping[int, int] | range  # by position
@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
 
 class Way(NamedTuple):
-    """The messages of a boundary between model chunks in one direction, row by row of the overlap of its stages."""
+    """The messages over a boundary between model chunks in one direction. Rows are those of the overlap of its stages."""
 
     sources: list[int]  # by row, the node that sends
     alone: list[bool]  # by row, whether its sender takes chunks in turn and goes one way yet, or no more than one
@@ -44,7 +44,7 @@ class Way(NamedTuple):
 
 
 class BoundaryMessages(NamedTuple):
-    """A boundary between model chunks of two stages."""
+    """The messages over a boundary between model chunks of two stages."""
 
     boundary: int
     stages: tuple[int, int]
@@ -53,8 +53,8 @@ class BoundaryMessages(NamedTuple):
 
 
 class StageNodes:
-    """The nodes of one stage's replicas that collectives wait for or that wait for them, once for replicas that go
-    together."""
+    """The nodes of one stage for which collectives wait or that wait for them. Replicas that work as one actor have them
+    once."""
 
     def __init__(self, stage: int, runs: dict[Place, Run]) -> None:
         self.index, self.runs = stage, runs
@@ -70,20 +70,20 @@ class StageNodes:
         self.chunks = sorted(chunks, key=lambda chunk: self.completing(chunk)[0])  # as their gradients are complete
 
     def reduces(self, chunk: int) -> list[int]:
-        """The REDUCE nodes that wait for a chunk: its own, or the one that is for all chunks."""
+        """Return the REDUCE nodes that wait for a chunk: its own, or those of all chunks together."""
         found = self.updates[Kind.REDUCE]
         return found[chunk] if len(found) > 1 else next(iter(found.values()))
 
     def completing(self, chunk: int) -> list[int]:
-        """The last nodes that add to the chunk's gradients, on every replica."""
+        """Return the last node on each replica that adds to the chunk's gradients."""
         return self.last.get((Kind.WEIGHT, chunk), self.last[Kind.BACKWARD, chunk])
 
 
 class Wiring:
-    """The compute of all replicas as nodes that wait for each other's microbatches.
+    """The compute of all replicas, as nodes that wait for each other's microbatches.
 
-    On a single stage no microbatch waits for another, unless replicas meet in rounds or chunks come in turn, so that all
-    between the ends of the passes is one node, unless `full` asks for each.
+    On a single stage microbatches wait for nothing, unless replicas meet in rounds or chunks take turns. Everything between
+    the ends of the passes is then one node, unless `full` asks for each action.
     """
 
     def __init__(self, layout: Layout, full: bool) -> None:
@@ -103,11 +103,11 @@ class Wiring:
         self.boundaries = list(self._boundaries())
 
     def goes_as_one(self, stage: int) -> bool:
-        """Whether a stage's replicas do every pass together, for they gather each layer's weights (ZeRO-3)."""
+        """Whether a stage's replicas do every pass together, because they gather the weights of each layer (ZeRO-3)."""
         return self.layout.plan.runs_in_rounds(stage) and self.layout.stages[stage].zero == 3
 
     def meets(self, stage: int) -> bool:
-        """Whether they meet where gradients are summed alone (ZeRO-2)."""
+        """Whether a stage's replicas meet only where gradients are summed (ZeRO-2)."""
         return self.layout.plan.runs_in_rounds(stage) and self.layout.stages[stage].zero < 3
 
     @property
@@ -116,7 +116,7 @@ class Wiring:
 
     @memoized
     def meeting(self, ends: tuple[int, int]) -> Meeting:
-        """Of all messages from a stage to another. A flow is those from a replica to another."""
+        """Return how the messages from one stage to another meet. Those from one replica to another are a flow."""
         pairs, sources = list[tuple[int, int]](), list[int]()
         for own in self.boundaries:
             if ends in (own.stages, own.stages[::-1]):
@@ -128,7 +128,7 @@ class Wiring:
         return Meeting([numbers[pair] for pair in pairs], sources)
 
     def _run(self, order: ActorOrder) -> Run:
-        """A new actor with nodes for its order."""
+        """Add an actor with the nodes of its order."""
         first, actor = self._num_nodes, len(self.orders)
         if self.each:
             nodes = range(first, first + len(order.operation_of))
@@ -143,8 +143,8 @@ class Wiring:
         return StageNodes(stage, {place: run for place, run in self.runs.items() if place[0] == stage})
 
     def _boundaries(self) -> Iterator[BoundaryMessages]:
-        """A microbatch waits for those of the chunk before (backward: behind) that overlap it, where another stage ran
-        them."""
+        """Yield the boundaries between chunks of different stages, and let microbatches wait: each for those that share samples
+        with it in the chunk before, or in the backward in the chunk after."""
         stages, chunks = self.layout.stages, [(chunk.stage, chunk.chunk) for chunk in self.layout.model_chunks]
         for boundary, (above, below) in enumerate(pairwise(chunks)):
             if above[0] != below[0]:  # else handed over inside a rank, whose own order sees to it
@@ -161,8 +161,8 @@ class Wiring:
         firsts: list[int],
         others: list[int],
     ) -> Way:
-        """The messages from a chunk to another; both come with their places on the sample axis by row. A taker's
-        first message goes to its row of `sources`."""
+        """Return the messages from one chunk to another, each given with its places on the sample axis by row. The first
+        message that a node waits for becomes its source; `others` are the rows of the rest."""
         (giving, senders), (taking, receivers) = givers, takers
         given, waiting = self._nodes(kind, *giving), self._nodes(kind, *taking)
         sources = [given[place] for place in senders]
@@ -176,9 +176,9 @@ class Wiring:
         return Way(sources, alone, waiting, firsts, beside)
 
     def _alone(self, stage: int, senders: list[int], sources: list[int]) -> list[bool]:
-        """By row, whether its node comes before its replica's first backward or behind its last forward. Not where a stage
-        is one chunk, which is about to turn after a few microbatches, nor where its chunks go one after the other, whose
-        two ways never meet."""
+        """Return for each row whether its replica still sends in one direction only: before its first backward or after its
+        last forward. This is not used where a stage is one chunk, which soon turns round, nor where chunks go one after
+        another, so that the two directions never meet."""
         if self.layout.plan.num_chunks == 1 or self.layout.plan.goes_chunk_by_chunk:
             return [False] * len(sources)
         both, replicas = self._both_ways[stage], self.layout.microbatchings[stage].replicas
@@ -186,7 +186,7 @@ class Wiring:
 
     @cached_property
     def _both_ways(self) -> list[list[range]]:
-        """By stage and replica, its nodes from its first backward to its last forward."""
+        """By stage and replica, the nodes from the first backward to the last forward."""
         found = []
         for stage in range(self.layout.num_stages):
             runs = [self.runs[stage, replica] for replica in self._replicas(stage)]
@@ -201,12 +201,12 @@ class Wiring:
 
     @memoized
     def _nodes(self, kind: Kind, stage: int, chunk: int) -> list[int]:
-        """The node of each of a stage's microbatches, in order of the sample axis."""
+        """Return the node of each of a stage's microbatches, in the order of the sample axis."""
         own = [map(run.nodes.__getitem__, positions) for run, positions in self.turns(kind, stage, chunk)]
         return self.by_microbatch(stage, own)
 
     def turns(self, kind: Kind, stage: int, chunk: int) -> list[tuple[Run, list[int]]]:
-        """Each replica's run, and where in its order its own microbatches come."""
+        """Return for each replica its run and the positions of its own microbatches in the order."""
         found = []
         for replica in self._replicas(stage):
             run = self.runs[stage, replica]
@@ -217,13 +217,13 @@ class Wiring:
         return found
 
     def by_microbatch(self, stage: int, own: Sequence[Iterator[T]]) -> list[T]:
-        """What each replica has of its microbatches, in order of the sample axis."""
+        """Return what replicas have for their microbatches, in the order of the sample axis."""
         return list(map(next, map(own.__getitem__, self.layout.microbatchings[stage].replicas)))
 
 
 def pieces(order: ActorOrder) -> list[tuple[int, int]]:
-    """The positions of an order from and to which one node goes, where each edge has its own and all between two is
-    another."""
+    """Return the positions from which and to which each node goes, if each edge of the order is a node of its own and
+    everything between two edges is another."""
     found, done = [], 0
     for edge in order.edges:
         if done < edge:
@@ -234,17 +234,17 @@ def pieces(order: ActorOrder) -> list[tuple[int, int]]:
 
 
 class Wirings:
-    """The wirings of a layout and of its folded ones, each built when it is first asked for."""
+    """The wirings of a layout and of its folded layouts. Each is built when it is first asked for."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
     @memoized
     def whole(self, full: bool) -> Wiring:
-        """That of all replicas and microbatches."""
+        """Return the wiring of all replicas and microbatches."""
         return Wiring(self.layout, full)
 
     @memoized
     def folded(self, group: Group, num_microbatches: int | None) -> Wiring:
-        """That of a group of replicas with so many microbatches each; None: with all."""
+        """Return the wiring of a group of replicas with `num_microbatches` each, or with all if it is None."""
         return Wiring(FoldedLayout.of(self.layout, group, num_microbatches), False)
