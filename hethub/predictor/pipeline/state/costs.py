@@ -1,4 +1,4 @@
-"""What a stage's training state costs to keep in step: parameters by rank, gathers, reductions, new weights."""
+"""The costs of keeping a stage's training state in step: parameters of ranks, gathers, reductions, new weights."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ BUCKET_BYTES = 16 * 2**20  # of fp32 gradients; the last one cannot overlap with
 
 
 class Portion(NamedTuple):
-    """Layers that one action runs: how many, whether the embedding comes before them and the head behind."""
+    """The layers that one action runs: how many, whether the embedding comes first, and whether the head comes last."""
 
     layers: int
     first: bool
@@ -40,8 +40,8 @@ class Portion(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """A stage's gradients summed over replicas: all of it, what no backward can hide, and new weights sent back. Of both
-    of the first so much is what the sums take from the backward beside them."""
+    """The seconds of a stage's reduction: all of it, the tail that no backward can hide, and sending new weights back.
+    `slowed_seconds` are in both of the first two: by so much the sums slow the backward beside them."""
 
     seconds: float
     tail_seconds: float
@@ -50,8 +50,8 @@ class Reduction(NamedTuple):
 
 
 class StateCosts:
-    """Seconds of a layout's collectives over replicas, whatever the microbatches. `passes` are the forward and the backward
-    of one sample through a portion of a stage, on its fastest replica."""
+    """The seconds of a layout's collectives over replicas. `passes` gives the seconds of a forward and a backward of one sample
+    through a portion of a stage, on its fastest replica."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class StateCosts:
 
     @cached_property
     def portions(self) -> tuple[tuple[Portion, ...], ...]:
-        """Per stage, what each of its chunks runs: a model chunk, or under `layered` a layer."""
+        """The portion that each chunk of each stage runs: a model chunk, or under `layered` a layer."""
         return tuple(
             tuple(Portion(own.size, own.start == 0, own.stop == self.model.layers) for own in self.layout.chunks(stage))
             for stage in range(self.layout.num_stages)
@@ -82,22 +82,23 @@ class StateCosts:
 
     @property
     def gradient_wire_bytes(self) -> int:
-        """Bytes of one gradient on the wire: accumulated and reduced in fp32 at least (rule 11 of exactness)."""
+        """The bytes of one gradient on the wire. Gradients are accumulated and reduced in fp32 at least (rule 11 of
+        exactness)."""
         return self.software.gradient_wire_bytes or gradient_bytes(self.width)
 
     def most_parameters(self, stage: int, portion: Portion | None = None) -> float:
-        """Parameters of a portion, by default of all of the stage, on the stage's fullest rank."""
+        """Return the parameters of a portion, by default all of the stage, on the stage's fullest rank."""
         unlike = self.layout.stages[stage].unlike_replicas
         return max(self.rank_parameters(stage, replica, portion) for replica in unlike)
 
     def rank_parameters(self, stage: int, spec: ReplicaSpec, portion: Portion | None) -> float:
-        """Parameters of a portion, None for all of the stage, on the replica's fullest rank; where both ends of a
-        tied head sum and step it together, without that."""
+        """Return the parameters of a portion (None: all of the stage) on the replica's fullest rank. A tied head that both ends
+        of the pipeline sum and step together is not counted."""
         held = self.held(spec, portion or self.whole[stage])
         return held.own if self.tied.group else held.own + held.apart
 
     def held(self, spec: ReplicaSpec, portion: Portion) -> Held:
-        """Parameters of a portion on the replica's fullest rank."""
+        """Return the parameters of a portion on the replica's fullest rank."""
         key = (spec.tp, spec.tensor_shares, portion)
         found = self._held.get(key)
         if found is None:
@@ -107,7 +108,7 @@ class StateCosts:
 
     @memoized
     def count(self, widths: RankWidths, portion: Portion) -> Held:
-        """Parameters of a portion on a rank of these widths."""
+        """Return the parameters of a portion on a rank with these widths."""
         rank = RankParameters.of(self.model, widths)
         count = rank.of_layers(*portion)
         if not self.layout.head_is_apart:
@@ -115,7 +116,7 @@ class StateCosts:
         return Held(count - portion.first * rank.table, (portion.first or portion.last) * rank.table)
 
     def owned(self, stage: int, spec: ReplicaSpec, rank: int, portion: Portion | None) -> float:
-        """Parameters that a rank steps of a portion, by default of all of the stage."""
+        """Return how many parameters of a portion, by default all of the stage, a rank steps."""
         portion = portion or self.whole[stage]
         (alone,) = rank_widths(self.model, 1)
         whole = self.count(alone, portion)
@@ -123,9 +124,9 @@ class StateCosts:
 
     @memoized
     def reduction(self, stage: int, portion: Portion | None = None) -> Reduction:
-        """Seconds to sum the gradients of a portion, by default of the stage, over its replicas and with a tied head's
-        other copy, and to send new weights back (ZeRO-1 and 2). In rounds all but the last layer's sum belongs to the
-        microbatches."""
+        """Return the seconds to sum the gradients of a portion, by default all of the stage, over its replicas and with a tied
+        head's other copy, and to send new weights back (ZeRO-1 and 2). In rounds only the last layer's sum counts here; the
+        others belong to the microbatches."""
         found, ends = self._over_replicas(stage, portion), portion or self.whole[stage]
         if self.layout.head_is_apart and (ends.first or ends.last):
             sent = (self.gradient_wire_bytes, self.gradient_wire_bytes, self.width if self.tied.group else 0)
@@ -140,7 +141,7 @@ class StateCosts:
         return found
 
     def _passing_seconds(self, stage: int, portion: Portion | None, element_bytes: int) -> float:
-        """Seconds that a collective over replicas of so many bytes a parameter takes beyond its latency."""
+        """Return the seconds beyond its latency of a collective over replicas with `element_bytes` for each parameter."""
         num_bytes = self.most_parameters(stage, portion) * element_bytes
         return self.rings.seconds(stage, num_bytes) - self.rings.seconds(stage, 1e-6) if num_bytes else 0.0
 
@@ -175,7 +176,7 @@ class StateCosts:
         return Reduction(last + norms, last + norms, gather + norms)
 
     def norms_seconds(self, stage: int, portion: Portion) -> float:
-        """What a portion's norms add to a sum and to sending weights, by themselves; passes hide both."""
+        """Return the seconds that a portion's norms add to a reduction, or to sending weights, before passes hide them."""
         if not self.software.norms_apart or (self.level(stage) >= 2 and not self.in_rounds(stage)):
             return 0.0
         num_bytes = self.model.hidden * (2 * portion.layers + portion.last) * self.width
@@ -184,19 +185,19 @@ class StateCosts:
     def _beside_backward(
         self, stage: int, portion: Portion, seconds: float, tail: float, norms: float, gather: float
     ) -> Reduction:
-        """A reduction whose last part, a fraction `tail` and the norms, no backward hides, and which slows the backward that
-        hides the rest."""
+        """Return a reduction of which no backward hides the fraction `tail` and the norms. It slows the backward that hides the
+        rest."""
         slowed = self.slowed_seconds(stage, portion, seconds * (1.0 - tail))
         return Reduction(seconds + slowed + norms, seconds * tail + slowed + norms, gather, slowed)
 
     def slowed_seconds(self, stage: int, portion: Portion, hidden: float) -> float:
-        """What so many seconds of sums take from a portion's backward, which hides them: one sample's at least, whatever the
-        microbatches."""
+        """Return by how many seconds `hidden` seconds of sums slow the portion's backward. They overlap with at least the
+        backward of one sample, which is counted, since microbatches may be so small."""
         return self.overlap_cost(stage) * min(hidden, self._passes(stage, portion)[1])
 
     def overlap_cost(self, stage: int) -> float:
-        """By how much a second of hidden communication slows the compute that hides it. CPUs copy and sum with the cores
-        that compute; rehearsals slow nothing."""
+        """Return by how much a second of hidden communication slows the compute that hides it. CPUs copy and sum with the cores
+        that compute. In rehearsals nothing is slowed."""
         if self.by_turns[stage]:
             layer_bytes = self.width * self.most_parameters(stage, Portion(1, False, False))
             return self.network.copied_part(self.rings.group(stage, 0), layer_bytes)
@@ -205,8 +206,8 @@ class StateCosts:
     def slowed_passes(
         self, stage: int, passes: tuple[float, float], portion: Portion, part: float
     ) -> tuple[float, float]:
-        """What the collectives beside a chunk's passes, once for all its microbatches, slow the forward and backward of
-        one that is so large a part of them."""
+        """Return by how many seconds collectives, which overlap with a chunk's passes once for all its microbatches, slow the
+        forward and the backward of one microbatch that is the fraction `part` of them."""
         if not self.in_passes(stage) or self.by_turns[stage]:
             return 0.0, 0.0
         gather, cost = part * sum(self.gather_seconds(stage, portion)), self.overlap_cost(stage)
@@ -222,11 +223,13 @@ class StateCosts:
         messages: float = 0.0,
         rounds: float = math.inf,
     ) -> tuple[float, ...]:
-        """What the collectives of a round (ZeRO-2/3) and weights from the host add to a microbatch's forward, backward and
-        the weights' gradients that were put off, beyond what compute hides, in the mean of so many `rounds`; and what is left of
-        them behind the last but for its last sum; nothing where a replay knows all this. `passes` are the seconds of these, of
-        which `ends` are the embedding's and the head's, of what goes `at_once`; beside each pass go so many seconds of
-        `messages`."""
+        """Return the seconds that the collectives of a round (ZeRO-2 and 3) and weights from the host add to a microbatch, where
+        compute does not hide them: to its forward, its backward and its weights' gradients that were put off, each a mean over
+        `rounds`. The fourth figure is what is left of sums after the last round, without its last sum. All are 0 where a
+        replay finds them.
+
+        `passes` are the seconds of these passes through what goes `at_once`, of which `ends` are the embedding's and the
+        head's. `messages` are the seconds of messages beside each pass."""
         if not self.goes_by_layer(stage) or self.is_replayed(stage):
             return 0.0, 0.0, 0.0, 0.0
         around = self.round(stage, passes, self.at_once(stage, portion, rounds), ends, messages)
@@ -250,33 +253,33 @@ class StateCosts:
     def round(
         self, stage: int, passes: Sequence[float], portion: Portion, ends: Ends = NO_ENDS, messages: float = 0.0
     ) -> Round:
-        """The visits of a microbatch's passes through a portion."""
+        """Return the visits of a microbatch's passes through a portion."""
         gathers = [self.gather_seconds(stage, portion, kind) for kind in (Kind.FORWARD, Kind.BACKWARD)]
         reductions = self.reduce_seconds(stage, portion) if self.in_rounds(stage) else [0.0] * portion.layers
         return Round.of(passes, ends, gathers, reductions, messages)
 
     def goes_by_layer(self, stage: int) -> bool:
-        """Whether every microbatch of a stage goes with what its layers gather, sum, or fetch from the host."""
+        """Whether the layers of a stage gather, sum or fetch from the host for each microbatch."""
         return self.in_rounds(stage) or (
             "parameters" in self.layout.stages[stage].offload and not self.in_passes(stage)
         )
 
     def is_replayed(self, stage: int) -> bool:
-        """Whether a replay goes through that layer by layer: where chunks of a stage come in turn, what a pass waits for
-        depends on those before it."""
+        """Whether a replay goes through these passes layer by layer. It does where a stage's chunks take turns, since what a
+        pass waits for then depends on the passes before it."""
         return self.software.gathers_ahead and self.layout.plan.num_chunks > 1 and self.goes_by_layer(stage)
 
     def at_once(self, stage: int, portion: Portion, rounds: float) -> Portion:
-        """What a microbatch passes without a pause if it passes a portion: of a single round, the stage."""
+        """Return what a microbatch passes without a pause when it passes a portion: all of the stage if there is one round."""
         return self.whole[stage] if rounds == 1 and self.software.gathers_ahead else portion
 
     def sums_under_way(self, stage: int) -> int:
-        """Layers whose gradients may be on their way at once: two, and one where ranks hold unlike parts, whose runs lie
-        apart and are copied (hethub/runtime/state/zero_gradients.py)."""
+        """Return of how many layers gradients may be summed at once: two, or one where ranks hold unlike parts. These are not
+        contiguous and have to be copied (hethub/runtime/state/zero_gradients.py)."""
         return 2 if self.layout.stages[stage].cut_alike else 1
 
     def copying_seconds(self, stage: int, spec: ReplicaSpec, samples: int, layers: int, compute: float) -> float:
-        """Seconds that copies of what layers keep, one way beside the next layer's compute, add to a pass."""
+        """Return the seconds that copies of activations, in one direction and beside the next layer's compute, add to a pass."""
         recompute = self.layout.stages[stage].recompute
         each = samples * max(
             kept_of_layer(
@@ -289,40 +292,39 @@ class StateCosts:
         return exposed(compute, [each * slowest] * layers)
 
     def _shown(self, stage: int, seconds: float, exposed_seconds: float) -> float:
-        """What communication adds to a pass: all that compute does not hide, and a part of what it does, for
-        collectives take processors and memory bandwidth from the compute beside them."""
+        """Return the seconds that communication adds to a pass: all that compute does not hide, and a part of what it hides,
+        since collectives take processors and memory bandwidth from the compute beside them."""
         return exposed_seconds + self.overlap_cost(stage) * (seconds - exposed_seconds)
 
     def in_rounds(self, stage: int) -> bool:
-        """Whether every microbatch of a stage goes with collectives of its own."""
+        """Whether each microbatch of a stage has collectives of its own."""
         shared = self.layout.stages[stage].zero >= 2 and self.software.context_parallel > 1
         return shared or self.layout.plan.runs_in_rounds(stage)
 
     def in_passes(self, stage: int) -> bool:
-        """Whether what a stage fetches and sums goes once per chunk and pass, whatever the microbatches."""
+        """Whether a stage fetches and sums once for each chunk and pass, for all microbatches together."""
         stage_spec = self.layout.stages[stage]
         moves = self.level(stage) >= 2 or "parameters" in stage_spec.offload
         return moves and not self.in_rounds(stage) and self.layout.plan.passes_in_turn(stage)
 
     @cached_property
     def by_turns(self) -> tuple[bool, ...]:
-        """Per stage, whether its ranks communicate with the cores they compute with: CPUs, which copy and sum
-        themselves, unless their time is emulated."""
+        """For each stage, whether its ranks communicate with the cores that compute. CPUs do, unless their time is emulated."""
         places, real = self.layout.cluster.places, not self.layout.cluster.emulated
         return tuple(real and all(is_cpu(places[rank].accelerator) for rank in s.ranks) for s in self.layout.stages)
 
     @property
     def steps_apart(self) -> bool:
-        """Whether the chunks of a stage are stepped each by itself."""
+        """Whether each chunk of a stage is stepped by itself."""
         return self.layout.plan.steps_chunk_by_chunk and self.layout.plan.num_chunks > 1
 
     def level(self, stage: int) -> int:
-        """The ZeRO level that the stage's ranks really have."""
+        """Return the ZeRO level that the stage's ranks really have."""
         return zero_level(self.layout, stage, self.software)
 
     def gather_seconds(self, stage: int, portion: Portion, kind: Kind = Kind.FORWARD) -> list[float]:
-        """Seconds to bring each layer's weights for a pass, in model order: gathered under ZeRO-3, from the host where
-        offloaded; ends of the model go with their layer."""
+        """Return the seconds to bring each layer's weights for a pass, in model order: they are gathered under ZeRO-3, and
+        fetched from the host where they are offloaded. Embedding and head go with the layer beside them."""
         level, offloaded = self.level(stage), "parameters" in self.layout.stages[stage].offload
         found = self._by_layer(stage, portion, self.width, kind) if level == 3 else [0.0] * portion.layers
         if offloaded:
@@ -332,8 +334,8 @@ class StateCosts:
         return found
 
     def _copied(self, stage: int, portion: Portion | None, each_bytes: int, *, alone: bool = False) -> float:
-        """Seconds to copy a portion's state between host and accelerator, or of it what a rank has `alone`, on the rank where
-        it takes longest."""
+        """Return the seconds to copy a portion's state between host and accelerator, on the rank where it takes longest; if
+        `alone`, only the state that no other rank has."""
         own, places = self.layout.stages[stage], self.layout.cluster.places
         return each_bytes * max(
             self.rank_parameters(stage, replica, portion)
@@ -344,13 +346,13 @@ class StateCosts:
         )
 
     def reduce_seconds(self, stage: int, portion: Portion) -> list[float]:
-        """Seconds to sum each layer's gradients over the replicas, every rank its part, in model order."""
+        """Return the seconds of the reduce-scatter of each layer's gradients over the replicas, in model order."""
         return self._by_layer(stage, portion, self.gradient_wire_bytes)
 
     @memoized
     def _by_layer(self, stage: int, portion: Portion, width: int, kind: Kind | None = None) -> list[float]:
-        """A collective of so many bytes a parameter per layer over the replicas of a stage, in a pass of this kind or once
-        in a step; embedding and head go with the layer beside them."""
+        """Return the seconds of a collective of each layer over the replicas, with `width` bytes for each parameter, in a pass of
+        this kind or once in a step. Embedding and head go with the layer beside them."""
         return self._each_layer(
             portion,
             lambda of: self.rings.seconds(stage, width * self.most_parameters(stage, of)),
@@ -358,11 +360,13 @@ class StateCosts:
         )
 
     def ends_with_tied(self, stage: int, portion: Portion, kind: Kind | None) -> tuple[bool, bool]:
-        """Whether a tied embedding, a unit of its own in a single stage, is gathered with a portion's first layer, and with
-        its last. Once for a step (no `kind`) it is with the first. A forward gathers it with the last layer, for the head,
-        and it stays for the backward that follows; a backward with the first, and it stays for the next forward. Where
-        weight gradients are put off, or passes made in turn, it does not stay till the forward, which gathers it with the
-        first layer, too. With one or two layers it never leaves in between."""
+        """Return whether a tied embedding is gathered with a portion's first layer, and whether with its last. It is gathered by
+        itself where embedding and head are on one stage.
+
+        A forward gathers it with the last layer, for the head, and it stays for the backward that follows. A backward gathers
+        it with the first layer, and it stays for the next forward. Where weights' gradients are put off, or passes take
+        turns, it does not stay, so the forward gathers it with its first layer too. With one or two layers it never leaves.
+        Once for a step (no `kind`) it is gathered with the first layer."""
         leaves = self.whole[stage].layers > 2
         if kind is None:
             return portion.first, False
@@ -374,7 +378,7 @@ class StateCosts:
     def _each_layer(
         self, portion: Portion, seconds: Callable[[Portion], float], with_tied: tuple[bool, bool]
     ) -> list[float]:
-        """`seconds` of each layer of a portion, in model order; equal ones are asked once."""
+        """Return `seconds` of each layer of a portion, in model order. Equal layers are asked once."""
         tied = self.model.tied_head and self.layout.num_stages == 1 and self.software.one_tied_copy
         one, ends = Portion(1, False, False), portion._replace(first=portion.first and not tied)
         if portion.layers == 1:

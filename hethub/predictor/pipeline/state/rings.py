@@ -1,4 +1,4 @@
-"""Which ranks sum a stage's gradients together, what each of them steps of it, and how long that takes."""
+"""The groups of ranks that sum a stage's gradients: what each rank steps, and how long their collectives take."""
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise
@@ -16,7 +16,8 @@ RESOLUTION = 10**6  # to which shares of pieces are worked out
 
 
 class Piece(NamedTuple):
-    """What lies between two cuts next to each other, of any of a stage's replicas: one rank of each holds and sums it."""
+    """A part of a stage's matrices that no replica cuts: it lies between two neighbouring cuts of any of the replicas. One rank
+    of each replica holds and sums it."""
 
     ranks: tuple[int, ...]
     start: float  # of the whole cut dimension
@@ -28,8 +29,8 @@ class Piece(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Who sums a piece, how many like it share an interface, what part it is of what the fullest rank holds, and how much
-    longer it takes than if all owned equal parts of it."""
+    """A group that sums a piece: its ranks, how many such rings share an interface, how large the piece is as a part of what
+    the fullest rank holds, and by which factor it takes longer than if all ranks owned equal parts."""
 
     group: Group
     sharing: float
@@ -38,7 +39,7 @@ class Ring(NamedTuple):
 
 
 class Rings:
-    """The groups over a stage's replicas. `layer_parameters` are those of a layer on the stage's fullest rank."""
+    """The groups over the replicas of each stage. `layer_parameters` gives the parameters of a layer on the fullest rank."""
 
     def __init__(
         self, layout: Layout, software: Software, network: Network, layer_parameters: Callable[[int], float]
@@ -47,17 +48,17 @@ class Rings:
         self._layer_parameters = layer_parameters
 
     def tensor_parallel(self, replica: ReplicaSpec) -> int:
-        """The replica's tensor-parallel degree; context-parallel ranks are the rest of it."""
+        """Return the replica's tensor-parallel degree. Its other ranks are context-parallel."""
         return replica.tp // self.software.context_parallel
 
     def rank_fractions(self, replica: ReplicaSpec) -> list[float]:
-        """Each rank's fraction of heads, columns and vocabulary."""
+        """Return each rank's fraction of heads, columns and vocabulary."""
         uneven = replica.uneven_shares
         return [1.0 / self.tensor_parallel(replica)] * replica.tp if uneven is None else list(uneven)
 
     @memoized
     def pieces(self, stage: int) -> list[Piece]:
-        """The stage's pieces in order. Where all replicas are cut alike, what each of their ranks holds."""
+        """Return the stage's pieces in order. If all replicas are cut alike, they are what the ranks hold."""
         replicas, cuts = self.layout.stages[stage].replicas, self._cuts(stage)
         ends = sorted({end for own in cuts.values() for end in own})
         at = {key: [sum(cut <= start for cut in own) for start in [0.0, *ends[:-1]]] for key, own in cuts.items()}
@@ -68,7 +69,7 @@ class Rings:
         ]
 
     def _cuts(self, stage: int) -> dict[tuple[object, ...], list[float]]:
-        """By degree and shares of a replica, where the part of each of its ranks ends."""
+        """Return where the part of each rank ends, by degree and shares of the replica."""
         return {
             (own.tp, own.uneven_shares): [round(end, 6) for end in accumulate(self.rank_fractions(own))]
             for own in self.layout.stages[stage].unlike_replicas
@@ -76,13 +77,13 @@ class Rings:
 
     @memoized
     def group(self, stage: int, piece: int) -> Group:
-        """The ranks that sum a piece's gradients."""
+        """Return the ranks that sum a piece's gradients."""
         return self.network.group(self.pieces(stage)[piece].ranks, self._owned(stage)[piece])
 
     @memoized
     def unlike(self, stage: int) -> list[Ring]:
-        """The unlike rings that sum a stage's gradients: those of its pieces, and of the heads of keys and values that
-        several ranks of a replica hold."""
+        """Return the rings that sum a stage's gradients, each sort once: those of its pieces, and those of the heads of keys and
+        values that several ranks of a replica hold."""
         model, replicas = self.layout.model, self.layout.stages[stage].replicas
         heads, widest = model.num_kv_heads, max(replica.tp for replica in replicas)
         found = dict.fromkeys(self._of_pieces(stage))
@@ -108,11 +109,11 @@ class Rings:
 
     @memoized
     def _most(self, stage: int) -> float:
-        """What the stage's fullest rank holds, of the whole cut dimension."""
+        """Return which fraction of the dimension that is cut the stage's fullest rank holds."""
         return max(max(self.rank_fractions(own)) for own in self.layout.stages[stage].unlike_replicas)
 
     def _sharing(self, stage: int, piece: int) -> float:
-        """How many such rings share a machine's interfaces at once, if all its accelerators at work are in one."""
+        """Return how many such rings share a machine's interfaces at once, if each of its accelerators at work is in one."""
         own, group = self.layout.stages[stage], self.group(stage, piece)
         even = own.cut_alike and own.replicas[0].uneven_shares is None  # then all send as much, without looking at each
         return max(1.0, min(
@@ -122,8 +123,8 @@ class Rings:
 
     @memoized
     def _at_once(self, stage: int) -> dict[int, float]:
-        """By machine, what its accelerators send as multiples of what the stage's fullest rank does: rings share an interface,
-        or meet the same rank and take turns, each with its own bytes."""
+        """Return what the accelerators of each machine send together, as a multiple of what the stage's fullest rank sends.
+        Rings share an interface, or take turns on a rank that is in several, each with its own bytes."""
         parts, places = dict[int, list[float]](), self.layout.cluster.places
         for replica in self.layout.stages[stage].replicas:
             for rank, part in zip(replica.ranks, self.rank_fractions(replica), strict=True):
@@ -131,9 +132,11 @@ class Rings:
         return {at: self.network.between.at_work(at) * sum(own) / len(own) for at, own in parts.items()}
 
     def seconds(self, stage: int, num_bytes: float, *, is_cut: bool = True) -> float:
-        """Seconds of a reduce-scatter or an all-gather of what the stage's fullest rank holds, where nothing is sharded of
-        half an all-reduce, for the rank for which it takes longest. Where replicas are cut (`is_cut`) in unlike places it
-        meets others in each piece: these go beside each other, but for their bytes, which take the same links."""
+        """Return the seconds of a reduce-scatter or an all-gather of what the stage's fullest rank holds, on the rank for which
+        it takes longest; where nothing is sharded, of half an all-reduce.
+
+        Where replicas are cut (`is_cut`) in different places, a rank is in one ring for each piece. Their latencies overlap,
+        but their bytes take the same links."""
         operation: Operation = "reduce_scatter" if self.layout.stages[stage].zero else "all_reduce"
 
         def of(ring: Ring, part: float) -> float:
@@ -150,7 +153,7 @@ class Rings:
 
     @memoized
     def _meets(self, stage: int) -> list[list[Ring]]:
-        """Of each rank that holds several pieces their rings."""
+        """Return the rings of each rank that holds several pieces."""
         pieces, rings = self.pieces(stage), self._of_pieces(stage)
         spans = {span for own in self._cuts(stage).values() for span in pairwise([0.0, *own])}
         found = (
@@ -161,8 +164,8 @@ class Rings:
 
     @memoized
     def _owned(self, stage: int) -> list[dict[int, float]]:
-        """Of each piece what its ranks step of it, where that is not the same for all: by the shares that are given, or
-        where replicas are cut unlike so that all step as much of the stage, or as near to it as the pieces allow."""
+        """Return what each rank steps of each piece where ranks do not all step the same: by the shares that the plan gives, or
+        if replicas are cut differently, such that all ranks step as equal parts of the stage as the pieces allow."""
         own, pieces = self.layout.stages[stage], self.pieces(stage)
         if not own.zero or (not own.state_shares and own.cut_alike):
             return [{} for _ in pieces]
@@ -176,8 +179,8 @@ class Rings:
         return [{rank: own.every_state_share[rank] / held[rank] for rank in piece.ranks} for piece in pieces]
 
     def _unevenness(self, stage: int, piece: int) -> float:
-        """How much longer collectives over uneven parts take: as many buckets as the smallest part allows are cut
-        evenly."""
+        """Return the factor by which collectives over uneven parts take longer. As many buckets as the smallest part allows
+        are cut evenly, the others are not."""
         parts = self._owned(stage)[piece].values()
         least = len(parts) * min(parts) / sum(parts) if any(parts) else 1.0
         return 1.0 + (UNEVEN - 1.0) * (1.0 - min(1.0, least))

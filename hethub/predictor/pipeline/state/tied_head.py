@@ -1,4 +1,4 @@
-"""What a head costs that is tied to an embedding at the other end of the pipeline."""
+"""The costs of a head that is tied to an embedding at the other end of the pipeline."""
 
 from functools import cached_property
 
@@ -12,19 +12,21 @@ from hethub.spec.plan import ReplicaSpec
 
 
 class TiedHead:
-    """The sum of its gradients with the embedding's, on other ranks than it. Nothing where there is no such head."""
+    """The sum of a tied head's gradients with those of the embedding on other ranks. It costs nothing if there is no such
+    head."""
 
     def __init__(
         self, layout: Layout, software: Software, network: Network, element_bytes: int, wire_bytes: int
     ) -> None:
-        """`element_bytes` are those of a weight, `wire_bytes` those of a gradient on its way."""
+        """`element_bytes` are the bytes of a weight, `wire_bytes` those of a gradient on the wire."""
         self.layout, self.software, self.network = layout, software, network
         self.element_bytes, self.wire_bytes = element_bytes, wire_bytes
 
     @cached_property
     def group(self) -> Group | None:
-        """The ranks at one position of every replica at both ends, who sum a tied head together; None where there is none
-        apart, or where it is summed in pairs, as by other frameworks. All step it, or by its shares the first stage."""
+        """The ranks that sum a tied head together: those at one position of every replica at both ends. It is None where no tied
+        head is on another stage than the embedding, or where it is summed in pairs, as other frameworks do. All of these
+        ranks step it, or if the plan gives shares, those of the first stage."""
         layout = self.layout
         if not layout.head_is_apart or not self.software.one_tied_copy:
             return None
@@ -33,14 +35,15 @@ class TiedHead:
         return self.network.group(ranks, None if both_ends_step(layout) else {r: owned.get(r, 0.0) for r in ranks})
 
     def beside(self, seconds: float, passing: float, sent_bytes: float) -> float:
-        """Seconds of a stage's collectives, `passing` of them for their bytes alone, with those of the head, of so many bytes
-        a parameter: its group is its own, and waits for the bytes of the others, and they for its, but not for latencies."""
+        """Return the seconds of a stage's collectives together with the head's, which send `sent_bytes` for each parameter.
+        `seconds` are those of the stage alone, `passing` the part of them that their bytes take. The head has a group of its
+        own: latencies overlap, but the bytes of both wait for each other."""
         tied = sent_bytes / self.wire_bytes * (self.seconds - self._latency)
         return max(seconds + tied, (sent_bytes > 0) * self._latency + tied + min(seconds, passing))
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds to sum the gradients of a tied head with those of the embedding, on other ranks than it."""
+        """The seconds to sum the gradients of a tied head with those of the embedding on other ranks."""
         layout = self.layout
         if not layout.head_is_apart:
             return 0.0
@@ -61,7 +64,7 @@ class TiedHead:
 
     @cached_property
     def _latency(self) -> float:
-        """Of these seconds those that no bytes take; of sums in pairs, as of other frameworks, none is told apart."""
+        """The part of these seconds that is latency. Of sums in pairs, as other frameworks do, it is taken to be 0."""
         return min(self.seconds, self._summed(self.group, 1e-6)) if self.group else 0.0
 
     def _summed(self, group: Group, num_bytes: float) -> float:
@@ -69,6 +72,6 @@ class TiedHead:
         return times * self.network.reduce_scatter(group, num_bytes, self.network.sharing(group))
 
     def _table(self, replica: ReplicaSpec) -> int:
-        """Parameters of the embedding, or of a head tied to it, on the replica's fullest rank."""
+        """Return the parameters of the embedding, or of a head tied to it, on the replica's fullest rank."""
         widths = replica_widths(self.layout.model, replica, self.software)
         return self.layout.model.hidden * max(own.vocab for own in widths)

@@ -1,4 +1,4 @@
-"""What a plan sends over links: which it passes, how many samples, and the pace at which messages share them.
+"""What a plan sends over links: which links messages pass, how many bytes, and at which pace messages share a link.
 
 Start reading: link_loads.py, then routes.py.
 May import: spec, predictor.cost, predictor.memory, predictor.pipeline.state.costs.

@@ -1,12 +1,14 @@
-"""What a plan sends over every link in a step, and the pace at which messages share it.
+"""What a plan sends over each link in a step, and the pace at which messages share it.
 
-Messages from one replica to another are a flow, whatever model chunks they are between. A flow keeps its own order and
-waits for no other one. Where a link has more to carry than time for it, its flows get parts of its rate by their bytes, so
-that all would be through at the same moment: message after message, a flow goes no faster than (seconds the link needs
-for all its messages) x (message) / (the flow's bytes). As long as a replica that takes chunks in turn goes forward alone,
-or backward, messages of the other way are left out. Shares that the plan fixes have none of the anomalies of first come,
-first served (Graham, 1969), where a faster link can slow a plan. Beside that no step is shorter than any link needs for
-all its bytes, messages and collectives.
+All messages from one replica to another are a flow, between whichever model chunks. A flow keeps its order and waits for
+no other flow. Where a link has more to carry than it has time for, its flows get parts of its rate in proportion to their
+bytes, so that all would end at the same moment. The seconds from one message of a flow to the next are then at least
+(seconds the link needs for all its messages) x (bytes of the message) / (bytes of the flow). While a replica whose chunks
+take turns still sends in one direction only, messages of the other direction are not counted.
+
+These shares follow from the plan alone. So they have none of the anomalies of first come, first served (Graham, 1969), under
+which a faster link can slow a plan. In addition no step is shorter than any link needs for all its bytes, messages and
+collectives.
 """
 
 from collections import defaultdict
@@ -28,23 +30,23 @@ SAME_MOMENT = 1e-12  # seconds, by which sums may be off
 
 
 class Paces(NamedTuple):
-    """The least seconds per sample between two messages of a flow, as its links allow: while messages of its own direction
-    alone share them, and while those of both directions do. 0.0 where the passes of the sender take longer anyway."""
+    """The least seconds per sample between two messages of a flow that its links allow: while only messages of its own
+    direction share them, and while those of both directions do. They are 0.0 where the sender's passes take longer anyway."""
 
     one_way: float
     two_way: float
 
 
 class LinkLoads:
-    """The seconds that a layout's step takes on every link, by flow and by resource."""
+    """The seconds that each link needs in a step of a layout, by flow and by resource."""
 
     def __init__(self, routes: Routes, network: Network, state: StateCosts) -> None:
         self.routes, self.network, self.traffic = routes, network, StateTraffic(state)
 
     @cached_property
     def messages(self) -> dict[tuple[object, Resource], float]:
-        """Seconds that a resource needs for the messages of one phase: of one way, and where all microbatches pass one chunk
-        before the next, of one chunk of all stages."""
+        """The seconds that a resource needs for the messages of one phase. A phase is one direction or, where all microbatches
+        pass one chunk before the next, one chunk of all stages."""
         return {key: self._seconds(key[1], num_bytes) for key, num_bytes in self.routes.messages.items()}
 
     def _seconds(self, resource: Resource, num_bytes: Sequence[float]) -> float:
@@ -55,7 +57,7 @@ class LinkLoads:
 
     @cached_property
     def both_ways(self) -> dict[Resource, float]:
-        """Seconds that a resource needs for all messages."""
+        """The seconds that a resource needs for all messages."""
         found = defaultdict[Resource, float](float)
         for (_, resource), seconds in self.messages.items():
             found[resource] += seconds
@@ -63,13 +65,14 @@ class LinkLoads:
 
     @cached_property
     def _by_number(self) -> tuple[list[float], list[float]]:
-        """By number of what is passed, seconds for the messages of its phase, and for all of its resource."""
+        """For each phase and resource, by its number: the seconds for the messages of the phase, and for all messages of the
+        resource."""
         return list(self.messages.values()), [self.both_ways[resource] for _, resource in self.messages]
 
     @memoized
     def paces(self, flow: Flow) -> tuple[float, float]:
-        """What a flow takes at least from one sample to the next, alone (one message has one interface, and the next one
-        another where ranks take turns) or with others: those that go the same way, or both."""
+        """Return the least seconds of a flow from one sample to the next: with the messages of its own direction on its links,
+        and with those of both. Alone, a message has one interface, and the next one another where ranks take turns."""
         (of_phase, of_all), least = self._by_number, self._alone(flow.ranks) / flow.turns
         one_way = max(max([of_phase[number] for number in flow.passed]) / flow.in_phase, least)
         if self._goes_back_last:
@@ -78,21 +81,21 @@ class LinkLoads:
 
     @cached_property
     def _goes_back_last(self) -> bool:
-        """Whether every replica has all its microbatches forward before the first goes back, as its schedule or the limits
-        that the plan gives have it: there the two ways never meet."""
+        """Whether every replica takes all its microbatches forward before the first goes back, because of its schedule or of
+        the plan's limits. The two directions then never meet."""
         layout, chunks = self.routes.layout, self.routes.layout.plan.num_chunks
         counts = [[load.num_microbatches * chunks for load in own] for own in layout.loads]
         return layout.plan.holds_all or layout.actor_limits == counts
 
     @memoized
     def _alone(self, ranks: tuple[int, int]) -> float:
-        """Seconds per sample from rank to rank where nobody else uses the way."""
+        """Return the seconds per sample from rank to rank if nobody else uses the links."""
         return self.network.path(*ranks).alone.seconds_per_byte * self.routes.sample_bytes
 
     @cached_property
     def longest(self) -> tuple[float, float, Resource | None]:
-        """Seconds that the fullest resource needs for all its bytes, and for those of messages among them; which it is,
-        None where nothing is sent."""
+        """The seconds that the fullest resource needs for all its bytes, the part of them that is for messages, and which
+        resource it is: None where nothing is sent."""
         messages, both = self.both_ways, defaultdict[Resource, float](float, self.both_ways)
         for resource, num_bytes in self.traffic.by_resource().items():
             both[resource] += num_bytes / self.network.rate(resource)
@@ -113,7 +116,7 @@ _NOTHING = RankWidths(0, 0, 0, 0)  # a rank that holds norms alone
 
 
 class Summed(NamedTuple):
-    """Bytes of a stage's matrices that a step's collectives move, by what they do, and of norms, which go with the first
+    """Bytes that a step's collectives move, by operation: of a stage's matrices, and of its norms, which go with the first
     piece."""
 
     moved: dict[Operation, float]
@@ -121,13 +124,13 @@ class Summed(NamedTuple):
 
 
 class StateTraffic:
-    """What collectives over a stage's replicas send in a step."""
+    """What the collectives over replicas send in a step."""
 
     def __init__(self, state: StateCosts) -> None:
         self.state = state
 
     def by_resource(self) -> dict[Resource, float]:
-        """Bytes of a step's collectives over replicas by the resources that carry them, in one direction."""
+        """The bytes of a step's collectives over replicas, by the resource that carries them, in one direction."""
         found = defaultdict[Resource, float](float)
         for stage, spec in enumerate(self.state.layout.stages):
             if len(spec.replicas) == 1:
@@ -142,7 +145,7 @@ class StateTraffic:
         return found
 
     def of_leader(self, stage: int, replica: int, own: Resource) -> float:
-        """Bytes of a step's collectives over replicas by a leader's own staging or port, in its direction."""
+        """Return the bytes of a step's collectives over replicas on a leader's own staging or port, in its direction."""
         spec, summed, state = self.state.layout.stages[stage], self._summed[stage], self.state
         if len(spec.replicas) == 1:
             return 0.0
@@ -163,7 +166,7 @@ class StateTraffic:
 
     @cached_property
     def _summed(self) -> list[Summed]:
-        """By stage, what its replicas sum and gather."""
+        """What the replicas of each stage sum and gather."""
         (alone,), found = rank_widths(self.state.model, 1), []
         for stage, spec in enumerate(self.state.layout.stages):
             repeated = self._repeated(stage) / max(1, len(spec.replicas) - 1)
@@ -178,21 +181,21 @@ class StateTraffic:
 
     @memoized
     def _parts(self, stage: int) -> list[float]:
-        """What part of the stage's matrices each of its pieces is."""
+        """Return which part of the stage's matrices each of its pieces is."""
         pieces = self.state.rings.pieces(stage)
         return [piece.part / pieces[-1].stop for piece in pieces]
 
     def _held(self, stage: int, widths: RankWidths) -> float:
-        """Parameters of the stage on a rank of these widths, but for a table that its other end has too."""
+        """Return the parameters of the stage on a rank with these widths, without a table that the other end has too."""
         return self.state.count(widths, self.state.whole[stage]).own
 
     def _matrices(self, stage: int, widths: RankWidths) -> float:
-        """The same without norms."""
+        """Return these parameters without norms."""
         return self._held(stage, widths) - self._held(stage, _NOTHING)
 
     def _repeated(self, stage: int) -> int:
-        """Parameters of keys and values where ranks of a replica hold the same heads: their rings have more ranks than
-        replicas, and carry nearly all of their bytes."""
+        """Return the parameters of keys and values whose heads several ranks of a replica hold. Their rings have more ranks than
+        there are replicas, and carry nearly all of their bytes."""
         spec, model = self.state.layout.stages[stage], self.state.model
         cuts = {replica_widths(model, replica, self.state.software) for replica in spec.replicas}
         if all(sum(widths.kv for widths in cut) == model.num_kv_heads for cut in cuts):
@@ -200,7 +203,8 @@ class StateTraffic:
         return 2 * model.hidden * model.num_kv_heads * model.head_size * spec.num_layers
 
     def _bytes_a_step(self, stage: int, *, once: bool = False) -> dict[Operation, int]:
-        """Bytes that collectives over replicas move of every parameter in a step; `once`, of what does not come and go."""
+        """Return the bytes that collectives over replicas move for each parameter in a step, by operation. `once` asks for
+        parameters that are not gathered for each pass."""
         level, wire = self.state.level(stage), self.state.gradient_wire_bytes
         if level == 0:
             return {"all_reduce": 2 * wire}
@@ -211,13 +215,14 @@ class StateTraffic:
         }
 
     def _rounds(self, stage: int) -> int:
-        """How many times in a step the stage's weights are gathered for a forward and a backward, and gradients summed."""
+        """Return how many times in a step the stage's weights are gathered for a forward and a backward, and its gradients
+        summed."""
         return self.state.layout.loads[stage][0].num_microbatches if self.state.in_rounds(stage) else 1
 
     def _not_gathered_again(self, stage: int, alone: RankWidths) -> float:
-        """Parameters that stay from one pass to the next under ZeRO-3: of the layer at which a microbatch turns round, of the
-        stage's first where the next microbatch goes forward behind another's backward, and of an embedding that both ends
-        use beyond how often it comes."""
+        """Return the parameters that stay from one pass to the next under ZeRO-3, so that they are not gathered again: those of
+        the layer at which a microbatch turns round, of the stage's first layer where another microbatch's forward follows,
+        and of an embedding that both ends use."""
         if self.state.level(stage) < 3 or not self.state.software.gathers_ahead:
             return 0.0
         held = StageParameters.of(self.state.layout, stage, alone)
@@ -229,8 +234,8 @@ class StateTraffic:
 
 
 class Kept(NamedTuple):
-    """Messages that may wait for the one before them on their flow, or keep the one behind, as new nodes flow by flow; and all
-    rows, of which theirs wait for them."""
+    """The messages that may have to wait for another message of their flow, or make another one wait, as new nodes, flow by
+    flow; and all rows, those of such messages with the new nodes as their sources."""
 
     streams: list[slice]  # by flow, the places of its messages in the next three
     seconds: list[float]  # for which a flow carries a message's rows
@@ -241,8 +246,8 @@ class Kept(NamedTuple):
 
 
 class Meeting:
-    """Rows of messages from a stage to another, each of a flow and from a node: those of one node and flow are one
-    message. Which they are does not depend on costs."""
+    """The rows of messages from one stage to another. Each row has a flow and a node that sends it; rows with the same flow and
+    node are one message. None of this depends on costs."""
 
     def __init__(self, flows: Sequence[int], sources: Sequence[int]) -> None:
         import numpy as np  # here, since most predictions do without
@@ -251,11 +256,14 @@ class Meeting:
         self._rows = np.lexsort((self._source, self._flow))
 
     def kept(self, carried: Sequence[float], under_way: Sequence[float], computed: Any, first_node: int) -> Kept:
-        """By row the seconds for which its flow carries it, 0 where it never waits, and those under way; `computed` is an array
-        of the seconds that nodes up to each one take, `first_node` the number of the first new one.
+        """Return the messages that may have to wait for another one of their flow.
 
-        A sender's nodes end at least as far apart as it computes between them: a message is kept by as much as the one
-        before it was, and that one's seconds, exceed this. What is certainly not kept needs no node in a replay.
+        By row, `carried` are the seconds for which its flow is busy with it, 0 where it never waits, and `under_way` those
+        until it arrives. `computed` are the seconds of each node and all before it, `first_node` is the number of the first
+        new node.
+
+        The nodes of a sender end at least as far apart as it computes between them. A message waits by as much as the wait
+        and the seconds of the one before it exceed this. Messages that certainly never wait need no node in a replay.
         """
         import numpy as np
 
@@ -282,7 +290,7 @@ class Meeting:
 
 
 def _changes(column: Any) -> Any:
-    """Where a value is unlike the one before it; the first one always."""
+    """Return where a value differs from the one before it. The first one always does."""
     import numpy as np
 
     found = np.ones(len(column), bool)

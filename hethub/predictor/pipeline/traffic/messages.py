@@ -1,4 +1,4 @@
-"""Messages between replicas of two stages: the leaders' way, and who shares it."""
+"""Messages between replicas of two stages: which links the leaders' messages pass, and who shares these."""
 
 from collections import Counter
 from collections.abc import Container
@@ -12,21 +12,22 @@ from hethub.spec.layout.bind import Layout
 
 
 class Messages:
-    """Seconds of a layout's messages between stages, each by itself."""
+    """The seconds of a layout's messages between stages, each by itself."""
 
     def __init__(
         self, layout: Layout, network: Network, software: Software, sample_bytes: float, like: "Messages | None" = None
     ) -> None:
-        """`sample_bytes` are those of one sample's hidden states on a rank. `like` are the same messages where links have other
-        figures, on which it does not depend who shares a way."""
+        """`sample_bytes` are the bytes of one sample's hidden states on a rank. `like` are the same messages under other figures
+        of links: who shares a link does not depend on figures, and is taken from there."""
         self.layout, self.network, self.software, self.sample_bytes = layout, network, software, sample_bytes
         self._like = like
         self._sharing: dict[tuple[int, int, int], tuple[tuple[str, int], ...]] = {}
         self._ways: dict[tuple[object, ...], Link] = {}
 
     def seconds(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
-        """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next, or back, the slower of both:
-        the leaders' way, shared by all replicas that send or receive there, then inside who receives."""
+        """Return the seconds of a message of `samples` from a replica of `stage` to one of the stage `below`, by default the
+        next, or back, whichever is slower. It goes from leader to leader, over links shared with all replicas that send or
+        receive there, and then to the other ranks of the receiver."""
         below = stage + 1 if below is None else below
         sender, receiver = self.layout.replica(stage, source), self.layout.replica(below, target)
         num_bytes = samples * self.sample_bytes
@@ -38,8 +39,8 @@ class Messages:
         return self.way(stage, source, below, target).seconds(num_bytes) + max(told, default=0.0)
 
     def way(self, stage: int, source: int, below: int, target: int, spread: int = 1) -> Link:
-        """From leader to leader and back, the slower of both: what others use too is shared with all leaders of the
-        two stages that are there, and where messages are `spread` with their peers."""
+        """Return the link from leader to leader or back, whichever is slower. It is shared with all other leaders of the two
+        stages in the same place, and where messages are `spread` over ranks with these too."""
         key = (self.key(stage, source, below, target), spread)
         found = self._ways.get(key)
         if found is None:
@@ -53,8 +54,8 @@ class Messages:
 
     @memoized
     def key(self, stage: int, source: int, below: int, target: int) -> tuple[object, ...]:
-        """What the seconds between two replicas depend on, beside bytes: where their leaders are, and how many of their
-        stages leave and enter there at a time."""
+        """Return what the seconds between two replicas depend on, beside bytes: where their leaders are, and how many messages
+        of their stages leave and enter there at a time."""
         if self._like is not None:
             return self._like.key(stage, source, below, target)
         places = self.layout.cluster.places
@@ -76,7 +77,8 @@ class Messages:
         return Link(alone.latency_seconds, max([alone.seconds_per_byte, *at_once]))
 
     def _passed(self, ranks: tuple[int, ...], stages: tuple[int, ...]) -> list[tuple[str, float]]:
-        """What a message passes from rank to rank, by its kind, and seconds of a byte there, shared with their stages'."""
+        """Return the resources that a message passes from rank to rank, each with its kind and its seconds per byte, shared with
+        the other messages of their stages."""
         places, found = self.layout.cluster.places, []
         for resource in self.network.path(ranks[0], ranks[1]).resources:
             end = resource.way == IN
@@ -85,14 +87,15 @@ class Messages:
         return found
 
     def seconds_on(self, kinds: Container[str], stage: int, source: int, target: int) -> float:
-        """Seconds of a byte between replicas of a stage and the next, either way, on what is of these kinds."""
+        """Return the seconds per byte between a replica of a stage and one of the next, in either direction, on resources of
+        these kinds."""
         ranks = self.layout.replica(stage, source).ranks[0], self.layout.replica(stage + 1, target).ranks[0]
         both = self._passed(ranks, (stage, stage + 1)) + self._passed(ranks[::-1], (stage + 1, stage))
         return max([seconds for kind, seconds in both if kind in kinds], default=0.0)
 
     def _at_once(self, stage: int, other: int, place: Place) -> tuple[tuple[str, int], ...]:
-        """By kind of resource, how many replicas of the stage share what `place` has of it on their way from or to the
-        `other` stage: all there, but where the stages have equally many no more than can have their partner
+        """Return for each kind of resource how many replicas of the stage share the one at `place` for messages with the `other`
+        stage: all that are there, but if the stages have equally many replicas, only those that can have their partner
         elsewhere."""
         if self._like is not None:
             return self._like._at_once(stage, other, place)
@@ -109,14 +112,14 @@ class Messages:
 
     @memoized
     def _leaders(self, stage: int) -> Counter[tuple[str, object]]:
-        """How many replicas of the stage have their leaders on a machine, in a rack, in a region."""
+        """Count the leaders of the stage's replicas on each machine, in each rack and in each region."""
         found = Counter[tuple[str, object]]()
         for replica in self.layout.stages[stage].replicas:
             found.update(self._shared_at(self.layout.cluster.places[replica.ranks[0]]))
         return found
 
     def _shared_at(self, place: Place) -> list[tuple[str, object]]:
-        """What the messages of a machine share, by kind and owner."""
+        """Return the resources that the messages of a machine share, each by kind and owner."""
         rack, regions = self.network.racks.get(place.node.name), self.layout.cluster.links.regions
         found: list[tuple[str, object]] = [("cards", place.machine), ("bridge", place.machine), ("host", place.machine)]
         if rack is not None:

@@ -1,4 +1,4 @@
-"""Which links the messages of a plan pass, and how many samples: all of their loads that does not depend on a cluster's
+"""The links that the messages of a plan pass, and how many samples: all of their loads that does not depend on the cluster's
 figures."""
 
 from collections import Counter, defaultdict
@@ -16,8 +16,8 @@ from hethub.spec.schedule.microbatches import sizes_of, stage_overlap
 
 
 class Flow(NamedTuple):
-    """The messages of one way over one boundary between model chunks, from a replica to another: of a flow where chunks
-    take turns, a part."""
+    """The messages over a boundary between model chunks in one direction, from one replica to another. Where chunks take turns
+    these are only a part of all messages between the two."""
 
     ranks: tuple[int, int]  # the leaders, or others between machines of the same kinds, where the way alone is as fast
     passed: tuple[int, ...]  # what they pass, by its number in `Routes.passed`
@@ -32,11 +32,11 @@ Group = tuple[tuple[int, ...], ...]  # replicas by stage
 
 
 class Routes:
-    """The flows of a layout. Which links there are between two ranks, and so all here, is the same for clusters that differ
-    in figures alone."""
+    """The flows of a layout. They are the same for clusters that differ only in figures, since these have the same links
+    between ranks."""
 
     def __init__(self, layout: Layout, network: Network, sample_bytes: float, software: Software) -> None:
-        """`sample_bytes` are those of one sample's hidden states."""
+        """`sample_bytes` are the bytes of one sample's hidden states."""
         self.layout, self.network, self.sample_bytes = layout, network, sample_bytes
         self.repeats = software.interleave  # how often a chunk's boundary is crossed
         self.stages = [(above.stage, below.stage) for above, below in pairwise(layout.model_chunks)]  # by boundary
@@ -52,12 +52,12 @@ class Routes:
 
     @cached_property
     def pairs(self) -> list[list[tuple[int, int, int]]]:
-        """By stage but the last, the replicas of it and of the next that share samples, and how many."""
+        """For each stage but the last: the replicas of it and of the next that share samples, and how many they share."""
         return [stage_overlap(a.replicas, b.replicas).pairs for a, b in pairwise(self.layout.stages)]
 
     @cached_property
     def groups(self) -> list[Group]:
-        """The replicas in groups that talk among themselves alone, where stages are one chunk."""
+        """The groups of replicas that only talk among themselves. It needs stages of one chunk."""
         joined: dict[tuple[int, int], tuple[int, int]] = {}
 
         def first(place: tuple[int, int]) -> tuple[int, int]:
@@ -78,7 +78,7 @@ class Routes:
 
     @cached_property
     def samples(self) -> Counter[Pair]:
-        """By pair, the samples that cross the boundary from one replica to the other."""
+        """The samples that cross the boundary from one replica to the other, by pair."""
         found: Counter[Pair] = Counter()
         for boundary in self.boundaries:
             above, below = (self.layout.stages[stage].replicas for stage in self.stages[boundary])
@@ -93,8 +93,8 @@ class Routes:
 
     @cached_property
     def alike(self) -> dict[Pair, Pair]:
-        """By pair, the one that stands for it. Replicas of one number that talk to nobody else are a chain through the stages:
-        of those on the same machines that are as busy the first stands for all."""
+        """For each pair, the pair that stands for it. Replicas with the same number that talk to nobody else are a chain through
+        the stages. Of chains on the same machines that are equally busy, the first stands for all."""
         with_others = {end for _, *ends in self.samples if ends[0] != ends[1] for end in ends}
         chains = {one: self._chain(one) for _, one, other in self.samples if one == other and one not in with_others}
         first: dict[object, int] = {}
@@ -102,8 +102,8 @@ class Routes:
         return {(at, one, other): (at, like.get(one, one), like.get(other, other)) for at, one, other in self.samples}
 
     def _chain(self, number: int) -> tuple[object, ...]:
-        """What the flows between the replicas of this number depend on, from stage to stage: boundaries between the same
-        stages are alike."""
+        """Return what the flows between the replicas of this number depend on, from stage to stage. Boundaries between the same
+        two stages are alike."""
         places, found = self.layout.cluster.places, list[object]()
         for (stage, other), boundary in self._unlike_boundaries.items():
             above, below = self.layout.stages[stage].replicas[number], self.layout.stages[other].replicas[number]
@@ -114,12 +114,12 @@ class Routes:
 
     @cached_property
     def _unlike_boundaries(self) -> dict[tuple[int, int], int]:
-        """By stages above and below, a boundary between them."""
+        """One boundary between each two stages, by the stages above and below."""
         return {self.stages[boundary]: boundary for boundary in self.boundaries}
 
     @cached_property
     def flows(self) -> dict[Pair, tuple[Flow, Flow]]:
-        """By pairs that stand for others, the flows with the activations and with their gradients."""
+        """The flows with the activations and with their gradients, by the pairs that stand for others."""
         return {key: (self._flow(key, 0), self._flow(key, 1)) for key in self._unlike}
 
     @cached_property
@@ -138,7 +138,7 @@ class Routes:
 
     @memoized
     def _between(self, ends: Ends, phase: object) -> Flow:
-        """From a replica to another in one phase: the same over every boundary between their stages."""
+        """Return the flow from one replica to another in one phase. It is the same over every boundary between their stages."""
         (giving, sender), (taking, receiver) = ends
         source, target = self.leaders[giving][sender], self.leaders[taking][receiver]
         turns = min(self._turns[giving][sender].ranks, self._turns[taking][receiver].ranks)
@@ -151,7 +151,7 @@ class Routes:
 
     @cached_property
     def _phases(self) -> dict[tuple[int, int], object]:
-        """By boundary and way."""
+        """The phase of each boundary and direction."""
         return {(boundary, way): self._phase(boundary, way) for boundary in self.boundaries for way in (0, 1)}
 
     def _phase(self, boundary: int, way: int) -> object:
@@ -160,8 +160,8 @@ class Routes:
 
     @cached_property
     def _carried(self) -> Counter[tuple[object, ...]]:
-        """Of pairs that stand for others, by phase, None for all, sender and receiver, the samples that one gives the other, over
-        every boundary and either way."""
+        """The samples that a sender gives a receiver, by phase (None for all of them), sender and receiver. They are over all
+        boundaries and in both directions, of the pairs that stand for others."""
         found: Counter[tuple[object, ...]] = Counter()
         for key in self._unlike:
             ends, samples = self._ends(key), self.repeats * self.samples[key]
@@ -172,8 +172,8 @@ class Routes:
 
     @cached_property
     def messages(self) -> dict[tuple[object, Resource], list[float]]:
-        """By phase (the way, and where all microbatches pass one chunk before the next, the chunk) and resource, numbered
-        as in `passed`, the bytes of each sort of messages."""
+        """The bytes of each sort of message, numbered as in `passed`, by phase and resource. A phase is a direction or, where all
+        microbatches pass one chunk before the next, a chunk."""
         flows = self.flows  # these number what they pass
         found: dict[tuple[object, Resource], list[float]] = {key: [] for key in self.passed}
         parts: dict[object, float] = {
@@ -191,8 +191,8 @@ class Routes:
 
 
 class _Turns(NamedTuple):
-    """How many ranks of a replica send and receive in turn, microbatch after microbatch (`Layout.leader`), and the part of the
-    samples for which the first does: none has more."""
+    """How many ranks of a replica take turns to send and receive, microbatch by microbatch (`Layout.leader`), and for which part
+    of the samples the first one does, which is the largest part."""
 
     ranks: int
     first: float
