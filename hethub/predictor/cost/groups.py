@@ -1,4 +1,4 @@
-"""The ranks of a collective, by where they are, and what their islands send each other."""
+"""Where the ranks of a collective are, and what their islands send each other."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Exchanged(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """What a group's ranks own of what they sum or gather: fractions, in the group's order."""
+    """The fractions that a group's ranks own of what they sum or gather, in the group's order."""
 
     by_island: tuple[float, ...]
     by_machine: tuple[float, ...]
@@ -28,8 +28,8 @@ class Owned(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Where the ranks of a collective are: how many on each machine, and on each island; and of what they sum or gather
-    the parts that they own."""
+    """The ranks of a collective: how many are on each machine and on each island, and which parts they own of what they sum or
+    gather."""
 
     size: int
     machines: tuple[tuple[int, int], ...]  # (machine, ranks of the group on it)
@@ -42,22 +42,22 @@ class Group:
         return max([count for _, count in self.machines])
 
     def exchanged(self, operation: Operation, island: str, machine: int) -> Exchanged:
-        """What the ranks on one machine of an island exchange with other islands; of an all-reduce, half of it.
+        """Return what the ranks on one machine of an island exchange with other islands; for an all-reduce, half of it.
 
-        As `hethub/communicator/bridge/routes.py` does it. Partials travel to who owns their sum: an island sends what others
-        own, in equal parts of its ranks, and each of these receives what it owns from every other island; a gather is the
-        mirror image. An all-reduce cuts the data into equal parts whatever ranks own.
+        It follows `hethub/communicator/bridge/routes.py`. Partial sums go to the rank that owns the sum. So an island sends
+        what ranks of others own, each of its ranks an equal part, and each rank receives what it owns from every other
+        island. A gather is the reverse. An all-reduce divides the data equally, whatever ranks own.
         """
         ranks, owned, _ = self._on[machine]
         return self._exchanged(operation, island, ranks / self._ranks_of[island], owned)
 
     def exchanged_at_most(self, operation: Operation, island: str, machine: int) -> Exchanged:
-        """What that rank of them exchanges which owns most."""
+        """Return what the rank on that machine exchanges that owns the most."""
         _, _, most = self._on[machine]
         return self._exchanged(operation, island, 1.0 / self._ranks_of[island], most)
 
     def _exchanged(self, operation: Operation, island: str, part: float, owned: float) -> Exchanged:
-        """What some of an island's ranks do that send a part of what it sends and own so much."""
+        """Return what ranks exchange that send the fraction `part` of what their island sends, and own the fraction `owned`."""
         others = len(self.islands) - 1
         if operation == "all_reduce":
             return Exchanged(part * others / (others + 1), part * others / (others + 1))
@@ -67,8 +67,8 @@ class Group:
     def exchanged_between(
         self, operation: Operation, place_of: Mapping[int, tuple[str, str]]
     ) -> Counter[tuple[str, str]]:
-        """What islands exchange by the places that it leaves and enters, as if every rank had a part for each of the
-        others'; `place_of` tells a machine's island and place."""
+        """Return what islands exchange, by the places from which and to which it goes. Each rank is taken to have a part for
+        each rank of other islands. `place_of` gives the island and place of a machine."""
         relayed, owned = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         for machine, (ranks, own, _) in self._on.items():
             island, place = place_of[machine]
@@ -100,7 +100,7 @@ class Group:
 
     @cached_property
     def _on(self) -> dict[int, tuple[int, float, float]]:
-        """By machine its ranks, what they own, and the most of one of them."""
+        """For each machine: how many ranks it has, what they own, and the most that one of them owns."""
         return {
             machine: (ranks, own, most)
             for (machine, ranks), own, most in zip(self.machines, self._owned.by_machine, self._owned.most, strict=True)

@@ -1,4 +1,4 @@
-"""Seconds of a layer, the embedding, the head and the optimizer on one accelerator: a roofline per operator."""
+"""The seconds of a layer, the embedding, the head and the optimizer on one accelerator, from a roofline of each operator."""
 
 from dataclasses import replace
 from math import gcd
@@ -38,15 +38,15 @@ CUDNN_ATTENTION = (9.0, 10.0)  # compute capabilities for which torch takes cuDN
 
 
 def adamw_bytes(precision: MathPrecision) -> float:
-    """Bytes per parameter that AdamW reads and writes: gradient 3 times (zeroed, norm, step), master and two moments
-    read and written, and in a precision below the master's the weight, written."""
+    """Return the bytes per parameter that AdamW reads and writes: the gradient three times (zeroed, norm, step), the master
+    weight and two moments read and written, and the weight written if its precision is below the master's."""
     width = element_bytes(precision)
     master = max(4, width)
     return 9.0 * master + (width if width < master else 0.0)
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of one forward and one backward, compute only."""
+    """The seconds of one forward and one backward, compute only."""
 
     forward: float
     backward: float
@@ -57,7 +57,7 @@ class PassSeconds(NamedTuple):
 
 
 def pass_seconds(work: Work, fit: Efficiency, peak: Any, attention_peak: Any, bandwidth: Any, backward: bool) -> Any:
-    """Seconds of a pass that on a cool device that the host keeps busy.
+    """Return the seconds of a pass on a cool device that the host keeps busy.
 
     Products take their FLOPs at the peak's attainable fraction, slower where a dimension is narrow, plus what blocked
     products move through memory. Arrays are welcome: the fit runs this same line over all measured rows.
@@ -84,15 +84,16 @@ def pass_seconds(work: Work, fit: Efficiency, peak: Any, attention_peak: Any, ba
 
 
 def with_launches(device: Any, work: Work, fit: Efficiency) -> Any:
-    """Device seconds where the host feeds it: the longer of both counts, rounded off where they are close."""
+    """Return the seconds of a device with its host, which launches kernels: the longer of both, with a smooth transition where
+    they are close."""
     return (device**4 + (work.kernels * fit.launch_seconds) ** 4) ** 0.25
 
 
 def _gradient_bytes(
     fit: Efficiency, accelerator: AcceleratorSpec, precision: MathPrecision, software: Software
 ) -> float:
-    """Bytes per parameter that a backward moves to accumulate gradients; what is as wide as its products adds in
-    place."""
+    """Return the bytes per parameter that a backward moves to accumulate gradients. Gradients as wide as the products' results
+    are added in place."""
     if element_bytes(precision) > 2:
         return 0.0
     given = software.gradient_pass_bytes
@@ -102,9 +103,9 @@ def _gradient_bytes(
 
 
 def executed_on(accelerator: AcceleratorSpec, software: Software, *, whole_in_half: bool) -> Software:
-    """The software with what it leaves to the accelerator settled: small operations are compiled on devices alone, and
-    attention that is `whole_in_half`, of whole sequences in half precision, is cuDNN's on the generations for which torch
-    prefers it (sdp_utils.cpp, `check_prefer_cudnn_attention`)."""
+    """Return the software with the choices that depend on the accelerator. Small operations are compiled on devices only.
+    Attention over whole sequences in half precision (`whole_in_half`) is cuDNN's on the generations for which torch prefers
+    it (sdp_utils.cpp, `check_prefer_cudnn_attention`)."""
     fused, tuned = software.fused_elementwise, software.tuned_attention
     prefers = whole_in_half and accelerator.compute_capability in CUDNN_ATTENTION
     return replace(
@@ -138,17 +139,17 @@ class Device:
         self.bandwidth = accelerator.memory_gbytes_per_second * 1e9
 
     def seconds(self, work: Work, backward: bool = False) -> float:
-        """Seconds of one pass: the device's, or the host's where launching takes longer."""
+        """Return the seconds of one pass: the device's, or the host's where launching kernels takes longer."""
         device = float(pass_seconds(work, self.fit, self.peak, self.attention_peak, self.bandwidth, backward))
         return float(with_launches(device, work, self.fit))
 
     def both(self, passes: tuple[Work, Work]) -> PassSeconds:
-        """Seconds of a forward and its backward."""
+        """Return the seconds of a forward and its backward."""
         return PassSeconds(self.seconds(passes[0]), self.seconds(passes[1], backward=True))
 
 
 class LayerCost:
-    """Seconds of every part of a model on one device type; equal questions are answered from memory.
+    """The seconds of every part of a model on one device type. Answers are kept.
 
     Build one per (model, accelerator, sequence length, precision) and keep it: the planner asks it many times.
     """
@@ -172,7 +173,7 @@ class LayerCost:
     def layer(
         self, samples: float, tp: int = 1, recompute: Recompute = "none", share: float | None = None
     ) -> PassSeconds:
-        """One layer, forward and backward, of a micro-batch of `samples` on one rank that holds `share` (default 1/tp).
+        """Return the seconds of one layer for a micro-batch of `samples` on one rank that holds `share` of it (default 1/tp).
 
         Recompute adds the forward (full) or the attention (selective) to the backward.
         """
@@ -186,8 +187,8 @@ class LayerCost:
         return found
 
     def _once(self, part: Part, samples: float, seq_len: int, share: float) -> PassSeconds:
-        """A part without recompute. A head whose loss comes in chunks makes its gradients with the logits at hand: its
-        backward has but to pass them on."""
+        """Return the seconds of a part without recompute. A head whose loss comes in chunks computes its gradients in the
+        forward, while the logits are there, so that its backward only passes them on."""
         if part == "layer":
             shape = Shape(samples, seq_len, share)
             return self.device.both(layer_work(self.model, shape, self.precision, self.software))
@@ -201,8 +202,8 @@ class LayerCost:
         return PassSeconds(found.total - passed_on, passed_on)
 
     def _recompute_fraction(self, recompute: Recompute, shape: Shape) -> float:
-        """Which part of a forward's seconds runs again in the backward. hethub's selective recompute runs attention
-        again, which is slower than products of as many FLOPs."""
+        """Return which part of a forward's seconds is run again in the backward. hethub's selective recompute runs attention
+        again, which is slower than products of equally many FLOPs."""
         if recompute != "selective":
             return 1.0 if recompute == "full" else 0.0
         if self.software.selective_fraction is not None:
@@ -211,8 +212,8 @@ class LayerCost:
         return self.device.seconds(attention_work(*asked)) / self.device.seconds(layer_work(*asked)[0])
 
     def weight_seconds(self, samples: float, tp: int, share: float) -> float:
-        """Of a layer's backward the seconds of its weights' gradients, which zero_bubble puts off: of the backward alone,
-        for what is computed again comes before it."""
+        """Return the seconds of a layer's weights' gradients, which zero_bubble puts off. They are a part of the backward
+        alone, since what is recomputed comes before it."""
         shape = Shape(samples, self.seq_len, share)
         whole = layer_work(self.model, shape, self.precision, self.software)[1]
         weights = weight_work(self.model, shape, self.precision, self.software)
@@ -220,9 +221,9 @@ class LayerCost:
         return self.layer(samples, tp, share=share).backward * part
 
     def sums_beside_weights(self, samples: float, tp: int, share: float, once: float, cost: float) -> float:
-        """Seconds that a layer's two sums over ranks, `once` each, add to its backward: what the gradients of the weights
-        beside each do not hide, and `cost` for every second that they do, by which it slows them; where software does not
-        put them beside these, all of both."""
+        """Return the seconds that a layer's two sums over ranks, `once` each, add to its backward. They overlap with gradients
+        of weights: what these do not hide is added, and `cost` for each second that they hide, since sums slow them. Software
+        that does not overlap them adds both in full."""
         if not self.software.sums_beside_weights:
             return 2 * once
         asked = (self.model, Shape(samples, self.seq_len, share), self.precision, self.software)
@@ -232,22 +233,24 @@ class LayerCost:
         return sum(max(0.0, once - compute) + cost * min(once, compute) for compute in beside)
 
     def embedding(self, samples: float) -> PassSeconds:
-        """Looking tokens up, and adding their gradients."""
+        """Return the seconds of looking up tokens, and of adding their gradients."""
         return self._once("embedding", samples, self.seq_len, 1.0)
 
     def head(self, samples: float, share: float = 1.0) -> PassSeconds:
-        """Final norm, output matrix and loss on a rank that holds `share` of the vocabulary."""
+        """Return the seconds of final norm, output matrix and loss on a rank that holds `share` of the vocabulary."""
         return self._once("head", samples, self.seq_len, share)
 
     def optimizer(self, parameters: Number) -> Number:
-        """Seconds to zero and norm the gradients of `parameters`, one count or an array, and step them with AdamW."""
+        """Return the seconds to zero the gradients of `parameters` (a number or an array), to sum their squares, and to step
+        them with AdamW."""
         return (
             parameters * adamw_bytes(self.precision) / (self.device.bandwidth * self.device.fit.memory)
             + 30 * self.device.fit.launch_seconds
         )
 
     def best_layer_samples_per_second(self, max_samples: int) -> float:
-        """The rank's best rate of layer-samples, without any communication: what the ceiling is made of.
+        """Return the most layers times samples per second that the rank reaches, without communication. The ceiling is made of
+        these rates.
 
         The largest share and micro-batch waste least on ramps and narrow products, and recompute only adds. But products take
         longer where tokens do not fill whole lines of memory, so the largest micro-batch whose tokens do is looked at too.

@@ -1,8 +1,8 @@
-"""Seconds of messages and collectives, and the links that they occupy: one table of resources and their rates.
+"""The seconds of messages and collectives, from the resources that they occupy and the rates of these.
 
-A message takes a path of resources: the staging of an accelerator, its host's, a node's cards or its part of the bridge,
-a rack's uplink, what lies between two regions. Each carries so many bytes a second in one direction, whoever sends them.
-What is at work at a time shares a resource equally.
+A message passes a path of resources: the staging of an accelerator and of its host, a node's network cards or its part of
+the bridge, a rack's uplink, the link between two regions. Each carries a number of bytes per second in one direction.
+Messages and collectives that are at work at the same time share it equally.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from hethub.spec.errors import BadInput
 
 
 class Network:
-    """The links of a cluster, with the fitted fractions of what their data sheets promise."""
+    """The links of a cluster, with the fitted fractions that they reach of their data sheets."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Network:
         self._paths: dict[tuple[int, int, bool], Path] = {}
 
     def group(self, ranks: Sequence[int], shares: Mapping[int, float] | None = None) -> Group:
-        """Where `ranks` are, whose rings go by rank. Of what they step together, each owns a part as large as its share beside
-        the others'."""
+        """Return the group of `ranks`. Its rings go in the order of the ranks. `shares` say how much of what they step together
+        each owns, relative to the others; without them all own equal parts."""
         ranks = sorted(ranks)
         machines = Counter(self.places[rank].machine for rank in ranks)
         islands = Counter(self.places[rank].island for rank in ranks)
@@ -57,8 +57,9 @@ class Network:
         return Group(len(ranks), tuple(machines.items()), tuple(islands.items()), owned, self.joined(ranks))
 
     def sharing(self, group: Group) -> int:
-        """How many groups like this one share a machine's interfaces, if all its accelerators at work are in one: where
-        replicas of unlike degrees meet, those of the least, whose ranks carry most and are most on their machine."""
+        """Return how many groups like this one share a machine's interfaces, if each of its accelerators at work is in one.
+        Where replicas of different degrees meet, the machine with the fewest counts. It has replicas of the smallest degree,
+        whose ranks carry the most."""
         return max(1, min([self.between.at_work(machine) // count for machine, count in group.machines]))
 
     def joined(self, ranks: Sequence[int]) -> bool:
@@ -72,23 +73,24 @@ class Network:
 
     @cached_property
     def _all_joined(self) -> bool:
-        """Whether in every machine the links reach from each accelerator to each other, as in most."""
+        """Whether the links in every machine reach from each accelerator to each other one, as they usually do."""
         return all(self.node_links(node).joins(range(node.accelerators)) for node in self.machines)
 
     def node_links(self, node: NodeSpec) -> NodeLinks:
-        """The links inside a node; of a machine in parts those of its slowest part."""
+        """Return the links inside a node. For a machine described as several nodes they are those of the slowest one."""
         return self._node_links[node.name]
 
     # -- messages
 
     def link(self, source: int, target: int, sharing: float = 1.0) -> Link:
-        """The way from rank to rank, all that is not theirs alone shared by `sharing` messages at a time."""
+        """Return the link from rank to rank if `sharing` messages at a time share everything that is not the two ranks' own."""
         alone, resources = self.path(source, target)
         shared = [sharing / self.rate(resource) for resource in resources if resource.kind not in OF_RANKS]
         return Link(alone.latency_seconds, max([alone.seconds_per_byte, *shared]))
 
     def path(self, source: int, target: int) -> Path:
-        """The way from rank to rank. One message has one interface at most; a bridge passes both ends' host memory."""
+        """Return the path from rank to rank. A message uses one network interface at most. A bridge passes the host memory of
+        both ends."""
         a, b = self.places[source], self.places[target]
         key = (a.machine, b.machine, self.joined((source, target)))
         found = self._paths.get(key)
@@ -99,7 +101,7 @@ class Network:
         return found if a.machine != b.machine else Path(found.alone, ends("port", source, target))
 
     def _path(self, a: Place, b: Place) -> Path:
-        """Between two machines, or inside one, without what is the ranks' own."""
+        """Return the path between two machines or inside one, without the resources that are the ranks' own."""
         apart = a.machine != b.machine
         resources: list[Resource] = []
         if a.island != b.island:
@@ -121,8 +123,8 @@ class Network:
         return Path(Link(max(latency + added, far), slowest), tuple(resources))
 
     def _bridge(self, a: Place, b: Place) -> tuple[Link, list[Resource]]:
-        """Between islands: staged through host memory at both ends, then the wire; the slowest counts, for they
-        overlap."""
+        """Return the path between islands. Bytes are staged through host memory at both ends and go over the wire. These
+        overlap, so the slowest counts."""
         given, resources = self.cluster.links.between_islands, list[Resource]()
         if self.cluster.links.staging.per_host_gbytes_per_second is not None:
             resources += ends("host", a.machine, b.machine)
@@ -136,7 +138,8 @@ class Network:
 
     @memoized
     def rate(self, resource: Resource) -> float:
-        """Bytes a second that a resource carries in its direction; no less than one message was measured to get."""
+        """Return the bytes per second that a resource carries in its direction, at least as many as one message was measured
+        to get."""
         links, (kind, owner, _) = self.cluster.links, resource
         if kind == "regions":
             assert links.regions is not None
@@ -162,7 +165,7 @@ class Network:
 
     @property
     def staging_rate(self) -> float:
-        """Bytes a second between an accelerator and its relay: the cluster's, else a guess."""
+        """The bytes per second between an accelerator and its relay: what the cluster file gives, or else a guess."""
         given = self.cluster.links.staging.gbytes_per_second
         return (self.fit["host_staged_gbytes_per_second"] if given is None else given) * 1e9
 
@@ -176,7 +179,8 @@ class Network:
         return None if self.profile is None else self.profile.link(level, operation)
 
     def _in_node(self, node: NodeSpec, ranks: int | None = None, joined: bool = True) -> float:
-        """Bytes per second of one accelerator to others of a group in its node, each direction, by default to all."""
+        """Return the bytes per second in each direction between one accelerator and the others of a group in its node, by
+        default all of them."""
         return self.node_links(node).bytes_per_second(self.fit, ranks, joined)
 
     @property
@@ -185,7 +189,7 @@ class Network:
         return self.fit["in_node_latency_seconds"] if given is None else given
 
     def _cards(self, node: NodeSpec) -> float:
-        """Bytes per second of all interfaces of a node, each direction."""
+        """Return the bytes per second of all network interfaces of a node, in each direction."""
         measured = self._measured("between_nodes", "send")
         if measured is not None:
             return measured.gbytes_per_second * 1e9 * node.nics
@@ -200,15 +204,15 @@ class Network:
         return rate * self.fit["between_nodes_fraction"]
 
     def _interface(self, node: NodeSpec) -> float:
-        """Bytes per second of one interface."""
+        """Return the bytes per second of one network interface."""
         return self._cards(node) / node.nics
 
     # -- collectives
 
     @memoized
     def broadcast(self, ranks: tuple[int, ...]) -> Link:
-        """The way from a replica's first rank to its others: along a ring, which takes all links between them; over machines
-        it is as slow as the slowest."""
+        """Return the link from a replica's first rank to its others. It is a ring over all links between them, and over several
+        machines as slow as the slowest."""
         first, node, group = self.link(ranks[0], ranks[1]), self.places[ranks[0]].node, self.group(ranks)
         if len(group.machines) > 1:
             return Link(*map(max, zip(*(self.link(ranks[0], other) for other in ranks[1:]), strict=True)))
@@ -218,11 +222,11 @@ class Network:
     def reduce_scatter(
         self, group: Group, num_bytes: float, sharing: float = 1, operation: Operation = "reduce_scatter"
     ) -> float:
-        """Seconds until every rank holds its part of the sum of `num_bytes`; an all-gather takes as long, and so does half
-        of an all-reduce, but for what islands exchange (`operation`).
+        """Return the seconds until every rank holds its part of the sum of `num_bytes`. An all-gather takes equally long, and
+        so does half of an all-reduce; they only differ in what islands exchange (`operation`).
 
-        A ring: every link carries (n-1)/n of the bytes in n-1 steps. `sharing` groups like it are at work on each of
-        their machines, and so on all others of their racks and regions.
+        In a ring every link carries (n-1)/n of the bytes, in n-1 steps. `sharing` groups like this one are at work on each of
+        its machines, and as many on the others of their racks and regions.
         """
         if group.size == 1 or not num_bytes:
             return 0.0
@@ -250,7 +254,7 @@ class Network:
     all_gather = reduce_scatter
 
     def all_reduce(self, group: Group, num_bytes: float, sharing: float = 1) -> float:
-        """Seconds until every rank holds the sum of `num_bytes`: a reduce-scatter and an all-gather.
+        """Return the seconds until every rank holds the sum of `num_bytes`: a reduce-scatter and an all-gather.
 
         Over machines NCCL's trees were measured to be no faster (benchmarks/collectives.py).
         """
@@ -258,8 +262,8 @@ class Network:
 
     @memoized
     def copied_part(self, group: Group, num_bytes: float) -> float:
-        """Of the seconds of a collective among CPUs the part in which their cores copy and sum: what it would take on one
-        machine. A slower link leaves the cores the rest."""
+        """Return for which fraction of a collective among CPUs their cores copy and sum: the time it would take on one machine.
+        A slower link leaves the cores free for the rest."""
         if len(group.machines) == 1:
             return 1.0
         (machine, _), (island, _) = group.machines[0], group.islands[0]
@@ -267,7 +271,7 @@ class Network:
         return min(1.0, self.reduce_scatter(one_machine, num_bytes) / self.reduce_scatter(group, num_bytes))
 
     def _ring_seconds(self, group: Group) -> float:
-        """The steps of an empty ring; all ranks take one at a time, so the longest way counts in each."""
+        """Return the seconds of the steps of an empty ring. All ranks take each step together, so the longest link counts."""
         step = self.fit["collective_step_seconds"]
         if group.most_per_machine > 1:
             step = max(step, self.cluster.links.in_node.latency_seconds or 0.0)
@@ -276,7 +280,7 @@ class Network:
         return (group.size - 1) * step
 
     def _rings(self, group: Group, sharing: float, measured: LinkTiming | None) -> list[tuple[Group, float]]:
-        """The rings that a group runs, one inside each island, and the bytes a second that each gets."""
+        """Return the rings that a group runs, one inside each island, and the bytes per second that each gets."""
         found = self._ring_rates.get((group, sharing))
         if found is None:
             rings = self._by_island(group) if len(group.islands) > 1 else [group]
@@ -285,7 +289,7 @@ class Network:
         return found
 
     def _ring_rate(self, group: Group, sharing: float, measured: LinkTiming | None) -> float:
-        """Bytes a second that a ring gets of its slowest link."""
+        """Return the bytes per second that a ring gets on its slowest link."""
         least = 0.0 if measured is None else measured.gbytes_per_second * 1e9
         nodes = [self.machines[machine] for machine, _ in group.machines]
         rates = []
@@ -305,7 +309,7 @@ class Network:
         return min(rates) if rates else max(least, 1e30)
 
     def _by_island(self, group: Group) -> list[Group]:
-        """The parts of a group on each island: rings run inside them."""
+        """Return the part of a group on each island. Rings run inside these."""
         machines: dict[str, list[tuple[int, int]]] = {island: [] for island, _ in group.islands}
         for machine in group.machines:
             machines[self.machines[machine[0]].island].append(machine)
@@ -315,7 +319,8 @@ class Network:
         ]
 
     def ring_bytes(self, group: Group, num_bytes: float, operation: Operation) -> dict[Resource, float]:
-        """What a collective, of an all-reduce half of it, sends and receives over what machines share on its way."""
+        """Return the bytes that a collective (for an all-reduce, half of it) sends and receives over each resource that machines
+        share."""
         found: dict[Resource, float] = {}
         links = self.cluster.links
         if len(group.islands) > 1:
@@ -339,8 +344,8 @@ class Network:
         return found
 
     def rank_bytes(self, group: Group, rank: int, own: Resource, num_bytes: float, operation: Operation) -> float:
-        """What a collective, of an all-reduce half of it, moves over a rank's own staging or port, in its direction; of
-        the group's ranks on its machine as much as for that which owns most."""
+        """Return the bytes that a collective (for an all-reduce, half of it) moves over a rank's own staging or port, in its
+        direction. All of the group's ranks on a machine count as the one that owns the most."""
         if len(group.islands) > 1:
             place = self.places[rank]
             most = group.exchanged_at_most(operation, place.island, place.machine)
@@ -348,11 +353,11 @@ class Network:
         return num_bytes * (group.size - 1) / group.size if own.kind == "port" and len(group.machines) == 1 else 0.0
 
     def _has_cards(self, node: NodeSpec) -> bool:
-        """Whether what islands exchange takes a node's interfaces: an emulated one need not have any."""
+        """Whether what islands exchange uses a node's network interfaces. An emulated node need not have any."""
         return not (self.cluster.emulated and node.gbps is None)
 
     def _sharing_inside(self, node: NodeSpec, group: Group, sharing: float) -> float:
-        """How many like groups share the way between a node's accelerators.
+        """Return how many groups like this one share the links between a node's accelerators.
 
         Rings that leave a node over PCIe all pass its host; inside, neighbours may sit under switches of their own, and
         NVLink is for each pair alone.
@@ -363,8 +368,8 @@ class Network:
     def _exchange_seconds(
         self, group: Group, num_bytes: float, sharing: float, measured: LinkTiming | None, operation: Operation
     ) -> float:
-        """What islands send each other, partials or what they own, each rank a part; it overlaps with the rings inside
-        them in chunks. Both directions go at once."""
+        """Return the seconds in which islands exchange partial sums, or what their ranks own. Each rank moves a part of it, in
+        both directions at once. It overlaps in chunks with the rings inside the islands."""
         links = self.cluster.links
         least = 0.0 if measured is None else measured.gbytes_per_second * 1e9
         seconds = [num_bytes * self.staged_part(group, operation) / max(least, self.staging_rate)]
@@ -384,12 +389,12 @@ class Network:
         return max(*seconds, num_bytes * sharing * self._beyond_machines(group, operation))
 
     def staged_part(self, group: Group, operation: Operation) -> float:
-        """What of a collective's bytes islands exchange over the staging of the rank that has most."""
+        """Return which fraction of a collective's bytes passes the staging of the rank that exchanges the most."""
         vendors = [(self.machines[machine].island, machine) for machine, _ in group.machines]
         return max([max(group.exchanged_at_most(operation, *place)) for place in vendors])
 
     @memoized
     def _beyond_machines(self, group: Group, operation: Operation) -> float:
-        """Seconds per byte of what islands exchange over racks and regions."""
+        """Return the seconds per byte of what islands exchange over racks and regions."""
         passed = self.between.of_exchange(group, operation).items()
         return max([part * self.between.like(on, group) / self.rate(on) for on, part in passed], default=0.0)

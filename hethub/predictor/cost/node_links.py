@@ -1,4 +1,5 @@
-"""Rates of links inside a node, by data sheets and the fitted fractions of them: PCIe, dedicated links, host copies."""
+"""The rates of links inside a node, from data sheets and fitted fractions of these: PCIe, dedicated links, copies to the
+host."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -15,12 +16,12 @@ UNKNOWN_GENERATION = 5
 
 
 def through_host(accelerator: AcceleratorSpec, gbytes_per_second: float) -> bool:
-    """Whether a link of an accelerator is PCIe, through the host; faster ones are dedicated (NVLink, xGMI)."""
+    """Whether a link of an accelerator is PCIe and goes through the host. Faster ones are dedicated (NVLink, xGMI)."""
     return gbytes_per_second <= pcie_gbytes_per_second(accelerator)
 
 
 def pcie_gbytes_per_second(accelerator: AcceleratorSpec) -> float:
-    """What an accelerator's 16 lanes carry each direction, by their generation."""
+    """Return what an accelerator's 16 PCIe lanes carry in each direction, by their generation."""
     generation = accelerator.pcie_generation or UNKNOWN_GENERATION
     return PCIE_3_GBYTES_PER_SECOND * 2.0 ** (generation - 3)
 
@@ -28,8 +29,8 @@ def pcie_gbytes_per_second(accelerator: AcceleratorSpec) -> float:
 def host_gbytes_per_second(
     accelerator: AcceleratorSpec, fit: Mapping[str, float], per_host: float | None = None, at_once: int = 1
 ) -> float:
-    """What copies between host memory and an accelerator reach: its PCIe, or its only link where that is slower; no more
-    than its part of what the host carries in all (`per_host`, GB/s) where so many copy at once.
+    """Return the rate of copies between host memory and an accelerator. It is that of its PCIe, or of its only link if that is
+    slower, and at most its part of what the host carries in all (`per_host`, GB/s) if `at_once` of them copy at once.
 
     Collectives over PCIe reach far less of it (`pcie_fraction`): those pass the host several times.
     """
@@ -40,26 +41,26 @@ def host_gbytes_per_second(
 
 @dataclass(frozen=True)
 class NodeLinks:
-    """The links between a node's accelerators: through a switch, pair by pair, in bridges of a few, or over PCIe. What a
-    cluster file gives stands for the data sheet's link."""
+    """The links between a node's accelerators: through a switch, pair by pair, in bridges of a few, or over PCIe. A rate in the
+    cluster file replaces that of the data sheet."""
 
     device: AcceleratorSpec
     given_gbytes_per_second: float | None = None
 
     def joins(self, places: Iterable[int]) -> bool:
-        """Whether the link reaches from each of these places in a node to each other."""
+        """Whether links reach from each of these places in a node to each other one."""
         joined = None if self.given_gbytes_per_second else self.device.linked_accelerators
         return joined is None or len({place // joined for place in places}) <= 1
 
     def hosted(self, joined: bool) -> bool:
-        """Whether bytes pass the host. Links pair by pair are dedicated, however slow one is."""
+        """Whether bytes pass the host. Links between pairs are dedicated, even slow ones."""
         if self.device.peer_gbytes_per_second is not None:
             return False
         return not joined or through_host(self.device, self._sheet)
 
     def bytes_per_second(self, fit: Mapping[str, float], ranks: int | None = None, joined: bool = True) -> float:
-        """Of one accelerator to `ranks` - 1 others at once, each direction, or to all that its links reach. `joined`
-        tells whether its link reaches them."""
+        """Return the bytes per second in each direction between one accelerator and `ranks` - 1 others at once, or all that its
+        links reach. `joined` says whether its links reach them."""
         sheet, peer = self._sheet, self.device.peer_gbytes_per_second
         if not joined:
             sheet = min(sheet, pcie_gbytes_per_second(self.device))
@@ -73,8 +74,8 @@ class NodeLinks:
 
 
 def by_node(cluster: ClusterSpec, fit: Mapping[str, float]) -> dict[str, NodeLinks]:
-    """The links of each node, by its name; of a machine in parts those of the slowest, between accelerators that they do
-    not join, or if these are equally slow, that they do."""
+    """Return the links of each node, by its name. For a machine described as several nodes they are the slowest of these:
+    between accelerators that links do not join, or where these are equally slow, between those that they join."""
 
     def rates(links: NodeLinks) -> list[float]:
         return [links.bytes_per_second(fit, joined=joined) for joined in (False, True)]
@@ -88,38 +89,38 @@ def by_node(cluster: ClusterSpec, fit: Mapping[str, float]) -> dict[str, NodeLin
 
 @dataclass(frozen=True)
 class HostCopies:
-    """Copies of a layout's state between accelerators and their hosts; where hosts limit, all of a machine that offload
-    copy at once. `fit` are the fitted fractions of data sheets."""
+    """Copies of a layout's state between accelerators and their hosts. Where a host limits them, all accelerators of a machine
+    that offload are taken to copy at once. `fit` are the fitted fractions of data sheets."""
 
     layout: Layout
     fit: Mapping[str, float]
 
     def seconds_per_byte(self, place: Place) -> float:
-        """Of one byte between an accelerator and its host, either way."""
+        """Return the seconds of one byte between an accelerator and its host, in either direction."""
         return self._seconds_per_byte(place, 1)
 
     def passing_seconds_per_byte(self, place: Place) -> float:
-        """Of one byte to an accelerator and one back, which pass each other on PCIe: a host that limits carries both, and
-        CPUs that copy themselves do it one after the other."""
+        """Return the seconds of one byte to an accelerator and one back. On PCIe they pass each other. A host that limits copies
+        carries both, and CPUs, which copy themselves, do one after the other."""
         if is_cpu(place.accelerator) and not self.layout.cluster.emulated:
             return 2 * self.seconds_per_byte(place)
         return self._seconds_per_byte(place, 2)
 
     def beside(self, place: Place, seconds: float, num_bytes: float, batch_bytes: float) -> float:
-        """Seconds of work on what comes to an accelerator batch by batch while the one before is stored: the first is waited
-        for."""
+        """Return the seconds of work on data that comes to an accelerator in batches, each while the one before is stored. The
+        first batch is waited for."""
         first = min(num_bytes, batch_bytes)
         rest = (num_bytes - first) * self.passing_seconds_per_byte(place)
         return first * self.seconds_per_byte(place) + max(seconds, rest)
 
     @cached_property
     def ranks(self) -> Counter[int]:
-        """By machine, how many of its ranks copy something in a step."""
+        """How many ranks of each machine copy something in a step."""
         places = self.layout.cluster.places
         return Counter(places[rank].machine for stage in self.layout.stages if stage.offload for rank in stage.ranks)
 
     def at_once(self, machines: Iterable[int]) -> int:
-        """How many of them copy something on the busiest of these machines, where hosts limit what they copy."""
+        """Return how many ranks copy something on the busiest of these machines, or 0 if no host limits copies."""
         limited = self.layout.cluster.links.staging.per_host_gbytes_per_second is not None
         return max(self.ranks[machine] for machine in machines) if limited else 0
 

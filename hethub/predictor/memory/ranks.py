@@ -1,8 +1,7 @@
-"""Peak bytes of every rank by what they are for, as its process holds them; a plan over memory is refused before it
-runs.
+"""The peak memory of every rank, by what it is for. A plan that does not fit is refused before it runs.
 
-`weights`, `gradients`, `optimizer` and `activations` are tensors that the runtime counts, too
-(hethub.runtime.memory.accounting); the other parts surround them (`around`).
+`weights`, `gradients`, `optimizer` and `activations` are tensors, which the runtime counts too
+(hethub.runtime.memory.accounting). The other parts are what a process holds beside them (`around`).
 """
 
 from collections import Counter
@@ -29,8 +28,8 @@ COUNTED = ("weights", "gradients", "optimizer", "activations")
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one rank at its peak: the sum, what the accelerator offers, the parts, and what lies in host memory, sum
-    and parts.
+    """The bytes of one rank at its peak: the sum, what the accelerator offers, the parts of the sum, and what is in host
+    memory, as a sum and in parts.
 
     On a CPU both lie in the same memory: `bytes` is what the process holds but for what was offloaded.
     """
@@ -48,7 +47,7 @@ class RankMemory(NamedTuple):
 
 
 def rank_memory(layout: Layout, software: Software = HETHUB, only: Collection[int] | None = None) -> list[RankMemory]:
-    """The peak memory of every rank, or of some, in rank order; equal ranks are computed once."""
+    """Return the peak memory of every rank, or of those in `only`, in rank order. Equal ranks are computed once."""
     known: dict[object, RankMemory] = {}
     shards: dict[tuple[int, RankWidths], Shard] = {}
     nodes = {node.name: _Node.of(node) for node in layout.cluster.nodes}
@@ -80,7 +79,7 @@ def rank_memory(layout: Layout, software: Software = HETHUB, only: Collection[in
 
 
 class _Node(NamedTuple):
-    """What a node's ranks have."""
+    """What the ranks of a node have."""
 
     accelerator: str
     on_cpu: bool
@@ -92,14 +91,14 @@ class _Node(NamedTuple):
 
 
 def check_memory(layout: Layout, reserve: float = 0.06) -> None:
-    """Raises BadInput where the plan does not fit, with what is short."""
+    """Raise BadInput if the plan does not fit. It says what is short."""
     if (short := shortage(layout, rank_memory(layout), reserve)) is not None:
         raise BadInput(short)
 
 
 def shortage(layout: Layout, used: Sequence[RankMemory], reserve: float) -> str | None:
-    """The rank that needs the most over its accelerator's memory, with what fills it and what to do, or the node whose host
-    memory cannot take what its ranks hold there; None where the plan fits."""
+    """Return in words why a plan does not fit, or None if it fits. It names the rank that exceeds its accelerator's memory the
+    most, what fills it and what to do, or else the node whose host memory is too small for what its ranks hold there."""
     if over := [entry for entry in used if not entry.fits(reserve)]:
         worst = max(over, key=lambda entry: entry.bytes / entry.limit)
         largest = max(worst.parts, key=lambda part: worst.parts[part])
@@ -119,12 +118,12 @@ def shortage(layout: Layout, used: Sequence[RankMemory], reserve: float) -> str 
 
 
 def overfull_hosts(cluster: ClusterSpec, used: Sequence[RankMemory]) -> list[tuple[NodeSpec, int]]:
-    """Of each machine that holds more than its host memory, its node and the bytes held."""
+    """Return the machines that hold more than their host memory: for each its node and the bytes held."""
     return [(node, held) for node, held in _held_by_hosts(cluster, used) if held > node.host_memory_bytes]
 
 
 def _held_by_hosts(cluster: ClusterSpec, used: Sequence[RankMemory]) -> list[tuple[NodeSpec, int]]:
-    """Of each machine its node, and the bytes that its ranks hold in host memory: CPU ranks all of theirs."""
+    """Return for each machine its node and the bytes that its ranks hold in host memory. CPU ranks hold all of theirs there."""
     held: Counter[int] = Counter()
     for entry in used:
         place = cluster.places[entry.rank]
@@ -133,8 +132,8 @@ def _held_by_hosts(cluster: ClusterSpec, used: Sequence[RankMemory]) -> list[tup
 
 
 class AssumedHost(NamedTuple):
-    """A node whose host memory the cluster file does not give, though state is offloaded there: the most that one machine of
-    it holds, and what is assumed to be there."""
+    """A node to which state is offloaded, but whose host memory the cluster file does not give: the most that one of its
+    machines holds, and what is assumed to be there."""
 
     node: str
     bytes: int
@@ -149,7 +148,7 @@ class AssumedHost(NamedTuple):
 
 
 def assumed_hosts(layout: Layout, used: Sequence[RankMemory]) -> tuple[AssumedHost, ...]:
-    """Where a plan's answer rests on a guess of host memory."""
+    """Return the nodes of which a plan's answer depends on a guess of host memory."""
     cluster = layout.cluster
     ranks = (rank for own in layout.stages if own.offload for rank in own.ranks)
     offloading = {cluster.machines[cluster.places[rank].machine].name for rank in ranks}
@@ -162,8 +161,8 @@ def assumed_hosts(layout: Layout, used: Sequence[RankMemory]) -> tuple[AssumedHo
 
 
 def all_fit(layout: Layout, used: Sequence[RankMemory], reserve: float) -> bool:
-    """Whether every rank leaves `reserve` of its accelerator's memory free, and every machine's host memory
-    suffices."""
+    """Whether every rank leaves the fraction `reserve` of its accelerator's memory free, and every machine has enough host
+    memory."""
     return all(entry.fits(reserve) for entry in used) and not overfull_hosts(layout.cluster, used)
 
 
@@ -172,7 +171,7 @@ LARGER = "use an accelerator with more memory"
 
 
 def _remedies(layout: Layout, rank: int, part: str) -> str:
-    """What makes a part of a rank's memory smaller under its plan, in words."""
+    """Return in words what would make a part of a rank's memory smaller under its plan."""
     place = layout.assignment_of[rank]
     stage, samples = layout.stages[place.stage], layout.largest_microbatch(place.stage, place.replica)
     shorter = "lower micro_batch" if samples > 1 else "shorten seq_len"
@@ -198,7 +197,7 @@ def _remedies(layout: Layout, rank: int, part: str) -> str:
 
 
 class Work(NamedTuple):
-    """What a rank's microbatches need, however replicas share its state."""
+    """What a rank's microbatches need. It does not depend on how replicas share state."""
 
     microbatches: HeldActivations
     around: dict[str, float]  # bytes by part of what surrounds the counted tensors
@@ -206,7 +205,7 @@ class Work(NamedTuple):
 
 
 def work(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Work:
-    """The same for one assignment; asked of the planner's probes without their ZeRO level."""
+    """Return what the microbatches of an assignment need. The planner's probes ask it without their ZeRO level."""
     sizes = [chunk.size for chunk in shard.chunks]
     microbatches, in_host = held_microbatches(shard.layout, assignment, shard.kept, sizes, shard.software)
     around = surroundings(shard, assignment, on_cpu=on_cpu)
@@ -215,7 +214,7 @@ def work(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Work:
 
 
 def _parts(shard: Shard, assignment: Assignment, on_cpu: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes by part: what the process holds on the accelerator, and in host memory."""
+    """Return the bytes of each part that the process holds on the accelerator, and those in host memory."""
     state, own = resident(shard, assignment, on_cpu=on_cpu), work(shard, assignment, on_cpu=on_cpu)
     host = {
         "weights": state.host_weights_bytes,
@@ -230,8 +229,8 @@ def _parts(shard: Shard, assignment: Assignment, on_cpu: bool) -> tuple[dict[str
 
 
 def device_parts(shard: Shard, state: Resident, fullest: Moment, around: Mapping[str, float]) -> dict[str, int]:
-    """Bytes by part on the accelerator: what stays there, and what is added when a rank is fullest. Of the shard its
-    widths alone are asked."""
+    """Return the bytes of each part on the accelerator: what stays there, and what is added when the rank is fullest. Only the
+    widths of the shard are used."""
     width, wide = shard.width, held_gradient_bytes(shard.width, shard.software)
     at_work = fullest.activations + width * fullest.weights + wide * fullest.gradients
     updated = max(0.0, state.update_bytes - at_work)  # the update comes when what computing needed is gone again

@@ -1,4 +1,4 @@
-"""What the ranks of a stage that hold as many heads and columns have and keep, whatever their microbatches."""
+"""What the ranks of a stage that hold equally many heads and columns have in memory, whatever their microbatches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ Bucket = tuple[tuple[int, bool], ...]  # of its matrices the elements, and wheth
 
 
 class Descent(NamedTuple):
-    """A moment on the way down through a stage's chunks: what has been freed, and elements of units at hand."""
+    """A moment of the backward through a stage's chunks: what has been freed, and the elements of units that are on the
+    device."""
 
     chunk: int
     layers_passed: int  # in that chunk, by the first microbatch; below zero what the last has yet to pass
@@ -32,7 +33,7 @@ class Descent(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One cut of one stage. What is asked of it is computed once for all ranks that hold as much."""
+    """The part of a stage that one rank holds. Everything is computed once for all ranks that hold equally much."""
 
     layout: Layout
     stage: int
@@ -50,31 +51,31 @@ class Shard:
 
     @cached_property
     def whole(self) -> Held:
-        """What the ranks of a replica hold together."""
+        """The parameters that the ranks of a replica hold together."""
         (alone,) = rank_widths(self.layout.model, 1)
         return StageParameters.of(self.layout, self.stage, alone).held
 
     @cached_property
     def kept(self) -> KeptPerSample:
-        """What one sample keeps."""
+        """The bytes that one sample keeps."""
         return kept_per_sample(self.layout, self.widths, self.software, self.width, self.spec.recompute)
 
     @cached_property
     def chunks(self) -> list[Range]:
-        """The stage's chunks as ranges of its own layers."""
+        """The stage's chunks, as ranges of its layers."""
         return from_sizes(chunk.size for chunk in self.layout.chunks(self.stage))
 
     @property
     def _moves(self) -> bool:
-        """Whether the stage's units come and go."""
+        """Whether the stage's units come and go, instead of staying on the device."""
         return self.spec.zero >= 2 or "parameters" in self.spec.offload
 
     @cached_property
     def bucket_elements(self) -> float:
-        """Elements that a rank holds of the two largest neighbouring buckets: of units where these move, of a chunk's matrices
-        else.
+        """The elements that a rank holds of the two largest neighbouring buckets. They are buckets of units if these move, else
+        of a chunk's matrices.
 
-        A bucket is cut where it is full, whatever a rank holds of it. A tied head on another stage than the embedding is
+        A bucket ends where it is full, whatever part of it a rank holds. A tied head on another stage than the embedding is in
         none of them.
         """
         model, is_end = self.layout.model, self.stage in (0, self.layout.num_stages - 1)
@@ -89,9 +90,9 @@ class Shard:
         return min(2 * full, max(map(sum, chunks)))
 
     def brought_at_once(self, owned: float) -> float:
-        """The most elements that an update of an offloaded state of `owned` has on the device: three neighbouring batches,
-        of a chunk where each is updated by itself. What a rank owns of a bucket is in one batch with that of others, as
-        many as `brought_elements` has room for (hethub.runtime.state.optimizer)."""
+        """Return the most elements that an update has on the device if `owned` elements of state are offloaded: those of three
+        neighbouring batches, of one chunk if chunks are updated separately. A batch has what a rank owns of one bucket, and of
+        further ones as long as `brought_elements` has room (hethub.runtime.state.optimizer)."""
         most, held = brought_elements(), self.parameters
         runs = [[sum(size for size, _ in bucket) for bucket in run] for run in self._buckets]
         part = owned / held.total * (sum(held.units) + held.tied) / sum(map(sum, runs))
@@ -104,7 +105,7 @@ class Shard:
 
     @cached_property
     def _updated_at_once(self) -> list[tuple[float, ...]]:
-        """The units by chunk, where each chunk is updated when it is complete; else all of them."""
+        """The units of each chunk if chunks are updated when they are complete, else all units."""
         units = self.parameters.units
         if not self.layout.plan.steps_chunk_by_chunk:
             return [units]
@@ -112,11 +113,11 @@ class Shard:
 
     @cached_property
     def descents(self) -> tuple[Descent, ...]:
-        """Through the stage's chunks, where these go one after another."""
+        """The moments of the backward through the stage's chunks, where these go one after another."""
         return _descents(*self._on_the_way, self.layout.plan.steps_chunk_by_chunk)
 
     def joining_descents(self, joined: float) -> tuple[Descent, ...]:
-        """Likewise, where so large a part of a unit is joined in copies."""
+        """Return these moments where the fraction `joined` of a unit is joined in copies."""
         return _joining_descents(*self._on_the_way, joined)
 
     @property
@@ -125,8 +126,8 @@ class Shard:
         return held.units, held.tied, tuple(self.chunks), self.layout.passes_in_turn(self.stage)
 
     def joined(self, replica: int) -> float:
-        """The part of its matrices that a replica's ranks join in copies, since what they reduce with the same others
-        lies apart on them. Other frameworks cut alike."""
+        """Return which part of its matrices a replica's ranks join in copies, because what they reduce with the same ranks is not
+        contiguous. Other frameworks cut all replicas alike, so that nothing is copied."""
         if not self.software.gathers_ahead:
             return 0.0
         if self._cut_elsewhere(replica):
@@ -137,8 +138,8 @@ class Shard:
         )
 
     def _cut_elsewhere(self, replica: int) -> bool:
-        """Whether a replica's ranks reduce neighbouring matrices, or parts of one, with unlike others: another replica cuts
-        them in other places."""
+        """Whether a replica's ranks reduce neighbouring matrices, or parts of one matrix, with different ranks, because another
+        replica is cut in other places."""
         model, spec = self.layout.model, self.spec.replicas[replica]
         if self.spec.cut_alike:
             return False
@@ -148,8 +149,8 @@ class Shard:
 
     @cached_property
     def _copied(self) -> dict[bool, float]:
-        """The part of the stage's matrices that is copied, where keys and values alone are summed over other ranks than
-        the rest (True), and else. What comes and goes under ZeRO is copied as a whole where a part of it has to be."""
+        """Which part of the stage's matrices is copied: where only keys and values are summed over other ranks than the rest
+        (True), and elsewhere (False). A unit that comes and goes under ZeRO is copied as a whole if any of it has to be."""
         found = {}
         for heads in (False, True):
             counts = [_in_copies(run, heads) for run in self._buckets]
@@ -159,8 +160,8 @@ class Shard:
 
     @cached_property
     def _buckets(self) -> list[tuple[Bucket, ...]]:
-        """The stage's buckets, uncut, by the layers that share them: each by itself where these come and go, a chunk's
-        else."""
+        """The stage's buckets before they are divided among ranks, by the layers that share them: each layer by itself where
+        layers come and go, else all of a chunk."""
         layers = [1] * self.spec.num_layers if self._moves else [chunk.size for chunk in self.spec.chunks]
         last = len(layers) - 1 if self.stage == self.layout.num_stages - 1 else None
         return [
@@ -171,7 +172,7 @@ class Shard:
 
 @lru_cache(maxsize=1024)
 def _buckets(model: ModelSpec, layers: int, first: bool, last: bool) -> tuple[Bucket, ...]:
-    """Of the matrices of so many neighbouring layers, with the model's ends where they have them."""
+    """Return the buckets of the matrices of neighbouring layers, with embedding and head where these belong to them."""
     table, layer = (
         [(model.vocab * model.hidden, False)],
         [tensor for tensor in layer_tensors(model, 0) if tensor.decays],
@@ -183,7 +184,7 @@ def _buckets(model: ModelSpec, layers: int, first: bool, last: bool) -> tuple[Bu
 
 @lru_cache(maxsize=1024)
 def _in_copies(buckets: tuple[Bucket, ...], heads: bool) -> tuple[int, int]:
-    """Elements of buckets: of those whose parts lie apart, and of all.
+    """Return the elements of buckets whose parts are not contiguous, and those of all buckets.
 
     Of a matrix that is a bucket of its own, what a group reduces is one run. Where `heads` are held by several ranks, so
     is what a bucket has of keys and values, and what stands on one side of these.
@@ -195,12 +196,13 @@ def _in_copies(buckets: tuple[Bucket, ...], heads: bool) -> tuple[int, int]:
 
 
 def _runs(bucket: Bucket) -> int:
-    """How often a bucket changes between keys or values and other matrices, and one."""
+    """Return of how many runs a bucket consists, of keys and values or of other matrices."""
     return sum(1 for _ in groupby(bucket, itemgetter(1)))
 
 
 def _largest_batches(sizes: Sequence[float], most: int) -> float:
-    """The largest three neighbouring batches of what is cut in pieces of `most`, as many pieces to a batch as fit."""
+    """Return the largest sum of three neighbouring batches, if `sizes` are cut into pieces of at most `most` and a batch takes
+    as many pieces as fit."""
     batches = [0.0]
     for size in sizes:
         full, rest = divmod(size, most)
@@ -213,7 +215,7 @@ def _largest_batches(sizes: Sequence[float], most: int) -> float:
 
 @lru_cache(maxsize=1024)
 def _cuts(model: ModelSpec, tp: int, tensor_shares: tuple[float, ...] | None) -> list[set[int]]:
-    """Where a replica's ranks begin and end on heads, columns and vocabulary."""
+    """Return where the parts of a replica's ranks begin and end on heads, columns and vocabulary."""
     shares = tensor_parallel_shares(model, tp, tensor_shares)
     return [{edge for held in axis for edge in held} for axis in zip(*shares, strict=True)]
 
@@ -222,11 +224,12 @@ def _cuts(model: ModelSpec, tp: int, tensor_shares: tuple[float, ...] | None) ->
 def _descents(
     units: tuple[int, ...], tied: int, ranges: tuple[Range, ...], in_turn: bool, stepped: bool
 ) -> tuple[Descent, ...]:
-    """All microbatches on their way down through a chunk. Where they pass it in turn its layers stay until the last of them
-    has passed.
+    """Return the moments of the backward of all microbatches through a chunk. Where they pass it in turn, its layers stay until
+    the last of them has passed.
 
-    The first microbatch enters them one by one, the next announced, and frees what it kept of those above. What the
-    chunk above, or a single microbatch the layer above, has left is still being reduced, unless that chunk was `stepped`.
+    The first microbatch enters the layers one by one, while the next layer is being fetched, and frees what it kept of the
+    layers above. The gradients of the chunk above, or with a single microbatch those of the layer above, are still being
+    reduced, unless that chunk was `stepped`.
     """
     found, above = [], 0.0
     for chunk in range(len(ranges) - 1, -1, -1):
@@ -246,8 +249,9 @@ def _descents(
 def _joining_descents(
     units: tuple[int, ...], tied: int, ranges: tuple[Range, ...], in_turn: bool, joined: float
 ) -> tuple[Descent, ...]:
-    """A unit's gradients beside the parts they leave in, when the last microbatch has passed. By then the first has entered
-    all layers of the chunk that microbatches pass in turn, and the chunk below is announced."""
+    """Return the moments at which a unit's gradients are beside the parts in which they leave, after the last microbatch. By
+    then the first one has entered all layers of a chunk that microbatches pass in turn, and the chunk below is being
+    fetched."""
     found = []
     for chunk, own in enumerate(ranges):
         left = 0.0
