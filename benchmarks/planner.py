@@ -147,7 +147,7 @@ def joint() -> None:
 
 def families() -> None:
     """Auto against every family; geometric means."""
-    over_best, over_uniform, closed, beaten = [], [], [], []
+    over_best, over_uniform, closed = [], [], []
     own: dict[str, list[tuple[str, float, float | None]]] = {name: [] for name in OWN_CLUSTER}
     for name, model, global_batch, seq_len, precision in CASES:
         cluster, batch = cluster_named(name), Batch(global_batch, seq_len, precision)  # type: ignore[arg-type]
@@ -164,8 +164,6 @@ def families() -> None:
             continue
         best = min(times.values())
         over_best.append(best / step)
-        if found.start_step_seconds:
-            beaten.append(found.start_step_seconds / step)
         if "uniform" in times:
             if rates_differ(cluster, model_named(model), batch):
                 over_uniform.append(times["uniform"] / step)
@@ -183,10 +181,6 @@ def families() -> None:
     verdict(f"auto over the best family, geometric mean of {len(over_best)}", mean(over_best), 1.05, unit="x")
     verdict(f"auto over uniform where rates differ >= 1.5x, of {len(over_uniform)}", mean(over_uniform), 1.5, unit="x")
     verdict(f"gap to min(upper bound, ceiling) closed, of {len(closed)}", 100 * mean(closed), 50.0, unit=" %")
-    better = [b for b in beaten if b > 1.0001]
-    print(
-        f"the search beat its start in {len(better)} of {len(beaten)}, by {100 * (mean(better or [1.0]) - 1):.1f} % then"
-    )
     for family, ratios in own.items():
         for where, ratio, over_even in ratios:
             beside = f"; {over_even:.3g}x over even data parallelism" if over_even else ""

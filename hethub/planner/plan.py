@@ -89,7 +89,6 @@ def plan(
         not_searched=not_searched(strategy),
         homogeneous_parts=alone or (),
         families=tuple(_row(name, evaluation, best) for name, evaluation in rows.items()),
-        start_step_seconds=incumbent.start.seconds if incumbent.start else None,
         out_of_time=incumbent.out_of_time,
         space_bound_seconds=incumbent.space_bound_seconds,
         reasons=tuple(bottlenecks(incumbent, best, processes)) if explain else (),

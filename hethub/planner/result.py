@@ -92,7 +92,6 @@ class PlanResult:
     not_searched: tuple[Unsearched, ...]
     homogeneous_parts: tuple[HomogeneousPart, ...]
     families: tuple[FamilyRow, ...]  # where explained
-    start_step_seconds: float | None  # the best family's plan, from which `auto` started
     out_of_time: bool
     space_bound_seconds: float | None  # no plan of a small space is faster: it was searched to its end
     reasons: tuple[Bottleneck, ...]  # where explained
@@ -117,7 +116,6 @@ class PlanResult:
             "space_bound_seconds": self.space_bound_seconds,
             "runners_up": [runner.to_dict() for runner in self.runners_up],
             "families": [row.to_dict() for row in self.families],
-            "start_step_seconds": self.start_step_seconds,
             "gap_percent": 100.0 * (self.prediction.step_seconds / self.lower_bound_seconds - 1.0),
             "kinds_alone": [part.to_dict() for part in self.homogeneous_parts],
             "not_searched": [entry._asdict() for entry in self.not_searched],

@@ -19,7 +19,6 @@ class Incumbent:
         self.tried: dict[Candidate, Evaluation | None] = {}
         self.fitting: dict[Candidate, Evaluation] = {}
         self.best: Evaluation | None = None  # the fastest plan that fits
-        self.start: Evaluation | None = None  # the best plan before the search began
         self.closest: Evaluation | None = None  # where none fits, the plan that exceeds memory the least
         self.space_bound_seconds: float | None = None  # no plan of a space that was searched to its end is faster
         self.limit_seconds = self.problem.constraints.time_limit_seconds

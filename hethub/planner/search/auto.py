@@ -122,7 +122,6 @@ def _evaluate_start(incumbent: Incumbent, families: Mapping[str, Sequence[Candid
         incumbent.consider(candidate)
         if incumbent.fitting:
             break
-    incumbent.start = incumbent.best
 
 
 def _evaluate_leaders(incumbent: Incumbent, candidates: Iterable[Candidate], effort: Effort) -> None:
