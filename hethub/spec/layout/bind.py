@@ -65,7 +65,7 @@ class Layout:
     cluster: ClusterSpec
 
     def on(self, cluster: ClusterSpec) -> "Layout":
-        """The same on a cluster with other figures. How samples are dealt does not depend on them, and is not found anew."""
+        """Return the layout on a cluster with other figures. How samples are dealt does not depend on figures, so it is kept."""
         layout = copy.copy(self)
         object.__setattr__(layout, "cluster", cluster)
         return layout
@@ -103,12 +103,12 @@ class Layout:
 
     @cached_property
     def microbatches(self) -> tuple[tuple[MicrobatchRange, ...], ...]:
-        """Per stage, its microbatches in order of the sample axis."""
+        """The microbatches of each stage, in the order of the sample axis."""
         return tuple(microbatching.microbatches(stage) for stage, microbatching in enumerate(self.microbatchings))
 
     @cached_property
     def microbatchings(self) -> tuple[Microbatching, ...]:
-        """Per stage, its microbatches as columns."""
+        """The microbatches of each stage, as columns."""
         return tuple(deal(stage.replicas) for stage in self.plan.stages)
 
     def microbatches_of(self, stage: int, replica: int) -> tuple[MicrobatchRange, ...]:
@@ -127,7 +127,7 @@ class Layout:
 
     @cached_property
     def actors(self) -> tuple[Microbatching, ...]:
-        """Per stage, the microbatches as schedules see them: its own, or its rounds, which are the microbatches of one
+        """The microbatches of each stage as schedules see them: its own, or its rounds, as if they were microbatches of one
         replica."""
         return tuple(
             as_one_replica(microbatching) if self.plan.runs_in_rounds(stage) else microbatching
@@ -135,16 +135,16 @@ class Layout:
         )
 
     def actor_of(self, stage: int, replica: int) -> int:
-        """The actor a replica goes in: one of its own, or the first with all others of its stage."""
+        """Return the actor of a replica: one of its own, or the stage's first, which stands for all its replicas."""
         return 0 if self.plan.runs_in_rounds(stage) else replica
 
     def passes_in_turn(self, stage: int) -> bool:
-        """As the plan says, but for the memory probes, whose microbatches nobody deals out."""
+        """Return what the plan says. Only memory probes say something else, since their microbatches are not dealt out."""
         return self.plan.passes_in_turn(stage)
 
     @cached_property
     def loads(self) -> tuple[list[Load], ...]:
-        """Per stage and actor, its microbatches and samples."""
+        """The microbatches and samples of each stage and actor."""
         return tuple(
             self._loads_in_rounds(stage) if self.plan.runs_in_rounds(stage) else list(map(load_alone, spec.replicas))
             for stage, spec in enumerate(self.stages)
@@ -177,7 +177,7 @@ class Layout:
 
     @cached_property
     def _round_numbers(self) -> dict[int, list[list[int]]]:
-        """For the stages in rounds, the rounds of each replica's microbatches."""
+        """The rounds of each replica's microbatches, for the stages that run in rounds."""
         found = {}
         for stage, spec in enumerate(self.stages):
             if self.plan.runs_in_rounds(stage):
@@ -191,8 +191,8 @@ class Layout:
 
     @cached_property
     def in_flight(self) -> list[list[int]]:
-        """Per stage and replica, the microbatches held at most before their backward; of a stage in rounds, those
-        under way.
+        """The most microbatches that each stage and replica holds before their backward; of a stage in rounds, the most
+        that are under way.
 
         Under interleaved a microbatch counts once for every chunk that it is held in; under ministages and layered,
         where all microbatches are held in all chunks, it counts once.
@@ -208,7 +208,7 @@ class Layout:
 
     @cached_property
     def actor_limits(self) -> list[list[int]]:
-        """As `in_flight`, per actor."""
+        """`in_flight` of each stage and actor."""
         if self.plan.holds_all:
             return [[load.num_microbatches for load in own] for own in self.loads]
         if self.plan.schedule == "interleaved":
@@ -218,8 +218,8 @@ class Layout:
 
     @cached_property
     def deferred_wgrad(self) -> list[list[int]]:
-        """Per stage and actor, microbatches whose weight gradients zero_bubble puts off: those that keep a stage's samples
-        under way at the fullest stage's.
+        """For each stage and actor, of how many microbatches zero_bubble puts off the weights' gradients: as many as make the
+        stage's samples under way equal to those of the fullest stage.
 
         Later stages hold fewer microbatches, so they have that much room, and their backwards come the sooner to those
         before (arXiv 2401.10241, its schedule H1). A replica takes its share of the stage's samples.
@@ -236,7 +236,7 @@ class Layout:
 
     @cached_property
     def interleaved(self) -> list[list[ActorOrder]]:
-        """Per stage and actor, the order of schedule interleaved."""
+        """The order of each stage and actor under schedule interleaved."""
         return interleave_regular(self.plan) if is_regular(self.plan) else interleave(self.plan, self.actors)
 
     def chunks(self, stage: int) -> tuple[Range, ...]:
@@ -279,7 +279,7 @@ class Layout:
 
     @property
     def transfers(self) -> tuple[tuple[Transfer, ...], ...]:
-        """Per boundary, what crosses it forward; tags are unique over all boundaries."""
+        """What crosses each boundary forward. Tags are unique over all boundaries."""
         return tuple(boundary.transfers for boundary in self.boundaries)
 
     def leader(self, microbatch: MicrobatchRange) -> int:
@@ -329,7 +329,7 @@ def bind(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
 
 
 def _check_shares(layout: Layout) -> None:
-    """Looks at the first replica of each shape: the others cut tensors alike."""
+    """Check the first replica of each shape. The others cut tensors alike."""
     seen: set[object] = set()
     for stage, spec in enumerate(layout.stages):
         for replica, one in enumerate(spec.replicas):

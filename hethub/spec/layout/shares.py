@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def owner_fractions(
     stage: int, groups: Sequence["Owners"], total: int, shares: Mapping[int, float]
 ) -> list[dict[int, float]]:
-    """Per group, the fraction of it that each of its owners steps.
+    """Return for each group the fraction of it that each of its owners steps.
 
     Named ranks get exactly their share of the stage's `total` elements (up to rounding); the others share the rest as
     equally as the groups allow, and among equal totals every group is spread as evenly as it can be. A linear
@@ -49,8 +49,8 @@ def _solved(
 
 
 def cut_buckets(sizes: Sequence[int], fractions: Sequence[float]) -> list[list[Range]]:
-    """Per bucket of `sizes` elements, the range of it that each owner steps; totals are `fractions` of all, to an
-    element.
+    """Return for each bucket of `sizes` elements the range of it that each owner steps. The totals are `fractions` of all
+    elements, exact to one element.
 
     Nearly as many buckets as the smallest fraction allows are cut evenly, spread over the whole, and only the others
     unevenly (Cephalo, arXiv 2411.01075): even collectives are the vendors' fast ones.

@@ -214,7 +214,7 @@ class StateMap:
 
     @cached_property
     def owned_elements(self) -> Counter[int]:
-        """How many elements each rank steps, by rank."""
+        """The number of elements that each rank steps."""
         found: Counter[int] = Counter()
         for piece in (piece for bucket in self.buckets for piece in bucket.pieces):
             for rank, cut in zip(piece.group.contributors, piece.cuts, strict=True):
@@ -318,8 +318,8 @@ class StateMap:
 
 
 def bind_file(path: Path | None, plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
-    """As `bind`, of a plan that a person may have written, whose state shares must be met, too; errors name the file that it
-    stands in, where it does in one."""
+    """Do what `bind` does for a plan that a person may have written: check also that its state shares can be met. Errors name
+    the plan's file, if it is in one."""
     with nullcontext() if path is None else asked_by(path):
         layout = bind(plan, model, cluster)
         if any(spec.state_shares for spec in layout.stages):

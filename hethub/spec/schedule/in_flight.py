@@ -31,7 +31,8 @@ def is_regular(plan: PlanSpec) -> bool:
 
 
 def even_limits(plan: PlanSpec) -> list[list[int]]:
-    """As `in_flight_limits` for an even plan, without its microbatches: one replica of each stage stands for all."""
+    """Return what `in_flight_limits` returns, for an even plan and without its microbatches: one replica of each stage stands
+    for all."""
     limits: list[int] = []
     num_microbatches = load_alone(plan.stages[0].replicas[0]).num_microbatches
     for stage in range(len(plan.stages) - 1, -1, -1):
@@ -45,15 +46,14 @@ def even_limits(plan: PlanSpec) -> list[list[int]]:
 
 
 def in_flight_limits(plan: PlanSpec) -> list[list[int]]:
-    """Per stage and actor, how many microbatches it may hold before their backward under 1F1B.
+    """Return for each stage and actor how many microbatches it may hold before their backward under 1F1B. An actor is a
+    replica, or all replicas of a stage that runs in rounds.
 
-    An actor is a replica, or all of them where the stage runs in rounds.
-
-    A backward waits for backwards further down, and those for every forward listed before them. `frontier` is the
-    sample up to which the stage above must have run forward; it grows with the position, so the largest distance, in a
-    replica's own microbatches, from a backward to the forwards it waits for cannot deadlock (one less nearly always
-    does). The default lets the replica below find one more microbatch ready. Raises BadInput where the plan gives less
-    than that distance.
+    A backward waits for backwards further down, and these wait for every forward that is listed before them. `frontier` is
+    the sample up to which the stage above must have run forward; it grows with the position. So the least limit that
+    cannot deadlock is the largest distance from a backward to the forwards it waits for, counted in the replica's own
+    microbatches; one less nearly always does deadlock. The default is larger, such that the replica below finds one more
+    microbatch ready. Raises BadInput if the plan gives less than this least limit.
     """
     found: list[_Stage] = []
     for index in range(len(plan.stages) - 1, -1, -1):
@@ -63,8 +63,8 @@ def in_flight_limits(plan: PlanSpec) -> list[list[int]]:
 
 
 def _granted(asked: tuple[int | None, str], least: int, default: int, num_microbatches: int) -> int:
-    """Microbatches that an actor may hold: those asked for, with the place that asks; else the default. Raises
-    BadInput where fewer are asked for than there must be."""
+    """Return how many microbatches an actor may hold: as many as are asked for, or else the default. `asked` has the place in
+    the plan that asks. Raises BadInput if fewer than `least` are asked for."""
     given, place = asked
     if given is not None and given < least:
         raise BadInput(
@@ -75,7 +75,8 @@ def _granted(asked: tuple[int | None, str], least: int, default: int, num_microb
 
 
 def asked_in_flight(plan: PlanSpec, stage: int) -> list[tuple[int | None, str]]:
-    """Per actor of a stage, the in_flight that the plan gives and where it does. Together, the smallest one counts."""
+    """Return for each actor of a stage the `in_flight` that the plan gives, and where it does. If all replicas are one actor,
+    the smallest one counts."""
     given = [
         (replica.in_flight, f"stages[{stage}].replicas[{position}]")
         for position, replica in enumerate(plan.stages[stage].replicas)
@@ -86,7 +87,7 @@ def asked_in_flight(plan: PlanSpec, stage: int) -> list[tuple[int | None, str]]:
 
 
 def places(microbatching: Microbatching, num_actors: int) -> list[list[int]]:
-    """Where on the axis each actor's own microbatches are."""
+    """Return the places of each actor's own microbatches on the sample axis."""
     found: list[list[int]] = [[] for _ in range(num_actors)]
     for place, actor in enumerate(microbatching.replicas):
         found[actor].append(place)
@@ -94,7 +95,7 @@ def places(microbatching: Microbatching, num_actors: int) -> list[list[int]]:
 
 
 class _Stage:
-    """A stage over those below it: what its actors may hold, and what the stage above waits for."""
+    """A stage with those below it: how many microbatches its actors may hold, and what the stage above waits for."""
 
     def __init__(
         self, below: "_Stage | None", microbatching: Microbatching, asked: tuple[tuple[int | None, str], ...]
@@ -111,17 +112,18 @@ class _Stage:
 
     @cached_property
     def frontier(self) -> list[int]:
-        """Per microbatch, up to which sample forwards are listed before its backward."""
+        """The sample up to which forwards are listed before the backward of each microbatch."""
         return _listed(self.microbatching, self._owned, self.limits, self._needed)
 
     @cached_property
     def frontier_with_extra(self) -> list[int]:
-        """The same with one more microbatch per replica."""
+        """The same if each replica holds one more microbatch."""
         return _listed(self.microbatching, self._owned, [limit + 1 for limit in self.limits], self._needed)
 
     def needed(self, above: Microbatching, frontier: Sequence[int]) -> list[int]:
-        """How many microbatches of the stage above, counted along the axis, must have run forward before each one's
-        backward can end, where so much of the axis is listed before the backwards below."""
+        """Return for each microbatch of the stage above how many of that stage's microbatches, counted along the sample axis,
+        must have run forward before its backward can end. `frontier` says up to which sample forwards are listed before the
+        backwards below."""
         if above.stops != self.microbatching.stops:
             # The number of microbatches that start before.
             behind = map(bisect_left, repeat(self.microbatching.starts), above.stops)
@@ -133,13 +135,14 @@ class _Stage:
 def _over(
     below: _Stage | None, sizes: tuple[tuple[int, int], ...], in_rounds: bool, asked: tuple[tuple[int | None, str], ...]
 ) -> _Stage:
-    """The stage of these replicas and actors over those below it."""
+    """Return the stage of these replicas and actors, with those below it."""
     microbatching = deal_sizes(sizes)
     return _Stage(below, as_one_replica(microbatching) if in_rounds else microbatching, asked)
 
 
 def _distances(owned: Sequence[list[int]], needed: Sequence[int]) -> list[int]:
-    """Per actor, the most of its own microbatches, counted from one of them, among those needed for its backward."""
+    """Return for each actor how many of its own microbatches, counted from one of them on, are needed at most for the backward
+    of that one."""
     found = []
     for own in owned:
         reached = map(bisect_left, repeat(own), [needed[place] for place in own])
@@ -150,8 +153,8 @@ def _distances(owned: Sequence[list[int]], needed: Sequence[int]) -> list[int]:
 def _listed(
     microbatching: Microbatching, owned: Sequence[list[int]], limits: Sequence[int], needed: Sequence[int]
 ) -> list[int]:
-    """Per microbatch, up to which sample forwards are listed before its backward, or the backwards that it waits
-    for."""
+    """Return for each microbatch the sample up to which forwards are listed before its backward, or before the backwards for
+    which that one waits."""
     stops = microbatching.stops
     ahead = []  # by actor, where the last of as many microbatches as it holds is
     for own, limit in zip(owned, limits, strict=True):

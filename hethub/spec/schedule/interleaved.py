@@ -18,7 +18,7 @@ from hethub.spec.schedule.orders import ActorOrder, updated_once
 
 
 def interleave(plan: PlanSpec, microbatchings: Sequence[Microbatching]) -> list[list[ActorOrder]]:
-    """Per stage and actor, its passes in order. `microbatchings` are the stages' microbatches, those of an actor under
+    """Return the passes of each stage and actor in order. `microbatchings` are the stages' microbatches; those of an actor have
     its number.
 
     `in_flight` counts passes held, of all chunks together. The default is Megatron's depth in proportion to the
@@ -37,8 +37,8 @@ def interleave(plan: PlanSpec, microbatchings: Sequence[Microbatching]) -> list[
 
 
 def interleave_regular(plan: PlanSpec) -> list[list[ActorOrder]]:
-    """As `interleave` for a regular plan, without its microbatches. Replica i of a stage waits for no replica but i of the
-    others, so equal ones share their lists."""
+    """Return what `interleave` returns, for a regular plan and without its microbatches. Replica i of a stage waits only for
+    replica i of other stages, so equal replicas share their lists."""
     alone: dict[tuple[int, int], list[ActorOrder]] = {}  # by micro-batch and samples
     sizes = sizes_of(plan.stages[0].replicas)
     for replica, own in enumerate(sizes):
@@ -51,7 +51,7 @@ def interleave_regular(plan: PlanSpec) -> list[list[ActorOrder]]:
 
 
 def _alone(plan: PlanSpec) -> list[ActorOrder]:
-    """By stage, the order of a plan's only replicas."""
+    """Return the order of each stage's only replica."""
     num_microbatches = load_alone(plan.stages[0].replicas[0]).num_microbatches
     if num_microbatches >= len(plan.stages):
         return [_megatron(plan, stage, num_microbatches) for stage in range(len(plan.stages))]
@@ -59,18 +59,18 @@ def _alone(plan: PlanSpec) -> list[ActorOrder]:
 
 
 def most_held(order: ActorOrder) -> int:
-    """The most passes that have run forward and not yet backward."""
+    """Return the most passes that have run forward and not yet backward."""
     gains = [{Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(kind, 0) for kind, _ in order.computing + order.updating]
     return max(accumulate(map(gains.__getitem__, order.operation_of)))
 
 
 def _megatron(plan: PlanSpec, stage: int, num_microbatches: int) -> ActorOrder:
-    """Groups of as many microbatches as there are stages pass one chunk after the other; those left make the first
-    ones larger.
+    """Return Megatron's order: groups of as many microbatches as there are stages pass one chunk after another. Microbatches
+    that are left over make the first groups larger.
 
-    No group is smaller than the pipeline is long and the warm-up counts the largest, so with times m + stage for the
-    m-th forward and k + 2 * stages - 2 - stage + (chunks - 1) * largest for the k-th backward everything comes after
-    what it waits for.
+    No group is smaller than the number of stages, and the warm-up is that of the largest group. So if the m-th forward is
+    given the time m + stage and the k-th backward the time k + 2 * stages - 2 - stage + (chunks - 1) * largest, everything
+    comes after what it waits for.
     """
     stages, chunks = len(plan.stages), plan.num_chunks
     groups = split(num_microbatches, num_microbatches // stages)
@@ -84,6 +84,6 @@ def _megatron(plan: PlanSpec, stage: int, num_microbatches: int) -> ActorOrder:
 
 
 def _warmed(forwards: list[int], backwards: list[int], warm: int) -> list[int]:
-    """So many forwards, then one and a backward in turn, then the rest back."""
+    """Return `warm` forwards, then forwards and backwards in turn, then the remaining backwards."""
     steady = [one for pair in zip(forwards[warm:], backwards, strict=False) for one in pair]
     return forwards[:warm] + steady + backwards[len(forwards) - warm :]

@@ -19,8 +19,7 @@ Step = tuple[Kind, int, int]  # what is done at which station to which of its st
 
 
 def depth(stage: int, num_stages: int, per_stage: float, per_microstep: float, num_chunks: int) -> float:
-    """Forwards that Megatron runs before a stage's first backward, for so many microbatches per stage of the
-    pipeline."""
+    """Return how many forwards Megatron runs before a stage's first backward, for `per_stage` microbatches of each stage."""
     return (num_stages - stage - 1) * 2 * per_stage + (num_chunks - 1) * per_microstep
 
 
@@ -75,7 +74,7 @@ class ListSchedule:
         self._queue()
 
     def _overlaps(self, direction: int) -> list[list[list[int]]]:
-        """Per stage and microbatch, the microbatches of the stage before (-1) or after (1) it that share samples with
+        """Return for each stage and microbatch the microbatches of the stage before (-1) or after (1) that share samples with
         it."""
         found = []
         for stage, own in enumerate(self.microbatchings):
@@ -110,7 +109,7 @@ class ListSchedule:
         ]
 
     def _lacks(self) -> dict[Kind, list[list[int]]]:
-        """By kind, station and microbatch, how many passes a pass waits for."""
+        """Return by kind, station and microbatch for how many passes a pass waits."""
         forwards, backwards = [], []
         for station in range(self.stations):
             above, below = self.above[station % self.stages], self.below[station % self.stages]
@@ -128,7 +127,7 @@ class ListSchedule:
             heapq.heapify(actor.line)
 
     def run(self) -> list[list[ActorOrder]]:
-        """Every actor's passes in the order in which they ran."""
+        """Run all passes, and return those of each actor in the order in which they ran."""
         left = 2 * sum(map(len, self.turns))
         under_way: list[tuple[int, int, Step]] = []  # by when they end, then by when they started
         started, now = 0, 0
@@ -149,7 +148,7 @@ class ListSchedule:
         return [[listed(actor.operations, actor.indices) for actor in actors] for actors in self.actors]
 
     def _pick(self, actor: _Actor) -> Step | None:
-        """What an actor begins now; None where it must wait."""
+        """Return what an actor begins now, or None if it must wait."""
         while actor.line and actor.line[0] in actor.gone:
             heapq.heappop(actor.line)
         if actor.held < actor.limit and actor.line and actor.line[0] in actor.ready:
@@ -172,7 +171,7 @@ class ListSchedule:
         return kind, station, n
 
     def _out_of_line(self) -> Step:
-        """Where all actors wait for each other, the first forward that could run does, and gets room for it."""
+        """Return what runs if all actors wait for each other: the first forward that only lacks room. It is given room."""
         able = [actor for actors in self.actors for actor in actors if actor.ready]
         assert able, "passes wait for each other"
         actor = min(able, key=lambda one: (one.held >= one.limit, min(one.ready)))

@@ -34,7 +34,7 @@ class ActorOrder:
 
     @cached_property
     def positions(self) -> dict[Operation, list[int]]:
-        """By computing operation, where in the order each of the actor's microbatches has it."""
+        """The positions of the actor's microbatches in the order, for each computing operation."""
         found = [[0] * self.operation_of.count(operation) for operation in range(len(self.computing))]
         for position, (operation, index) in enumerate(zip(self.operation_of, self.index_of, strict=True)):
             if index != NO_MICROBATCH:
@@ -49,7 +49,7 @@ class ActorOrder:
 
     @cached_property
     def turns(self) -> tuple[int, int]:
-        """How many forwards have a backward through the same chunk right behind them, and how many backwards a forward:
+        """How many forwards are followed at once by a backward through the same chunk, and how many backwards by a forward. The
         weights of the layer between the two stay."""
         number, pairs = {own: at for at, own in enumerate(self.computing)}, Counter(pairwise(self.operation_of))
         chunks = {chunk for _, chunk in self.computing}
@@ -58,7 +58,7 @@ class ActorOrder:
 
     @cached_property
     def spans(self) -> dict[Operation, tuple[int, int]]:
-        """By computing operation, its first and last position."""
+        """The first and last position of each computing operation."""
         return {operation: (min(own), max(own)) for operation, own in self.positions.items()}
 
     @cached_property
@@ -69,12 +69,11 @@ class ActorOrder:
 
 @lru_cache(maxsize=256)
 def pipelined(num_microbatches: int, in_flight: int, deferred_wgrad: int | None) -> ActorOrder:
-    """1F1B: up to `in_flight` microbatches forward, then a backward and a forward in turn, then the rest back. GPipe
-    holds all.
+    """Return the order of 1F1B: `in_flight` forwards, then backwards and forwards in turn, then the remaining backwards. GPipe
+    holds all microbatches.
 
-    Where `deferred_wgrad` is given, each backward's weight gradients comes behind it, up to so many of them later;
-    those left fill the end. They wait for nobody but their own backward, so an order that runs without them runs with
-    them.
+    If `deferred_wgrad` is given, the weights' gradients of a backward come up to so many backwards later, and the rest of
+    them at the end. They only wait for their own backward, so an order that can run without them can run with them.
     """
     computing = ((Kind.FORWARD, 0), (Kind.BACKWARD, 0)) + (((Kind.WEIGHT, 0),) if deferred_wgrad is not None else ())
     operation_of, index_of = [0] * min(in_flight, num_microbatches), list(range(min(in_flight, num_microbatches)))
@@ -95,7 +94,7 @@ def pipelined(num_microbatches: int, in_flight: int, deferred_wgrad: int | None)
 
 
 def updated_once(computing: tuple[Operation, ...], operation_of: list[int], index_of: list[int]) -> ActorOrder:
-    """The order with one update of all chunks behind it; takes both lists."""
+    """Return the order with one update of all chunks at its end. Both lists are changed."""
     operation_of += range(len(computing), len(computing) + len(UPDATE))
     index_of += [NO_MICROBATCH] * len(UPDATE)
     return ActorOrder(computing, tuple((kind, 0) for kind in UPDATE), operation_of, index_of)
@@ -103,8 +102,8 @@ def updated_once(computing: tuple[Operation, ...], operation_of: list[int], inde
 
 @lru_cache(maxsize=256)
 def chunk_by_chunk(num_microbatches: int, num_chunks: int, steps_chunk_by_chunk: bool) -> ActorOrder:
-    """Ministages, where each chunk is stepped behind its backward, and layered with a layer as a chunk: all
-    microbatches pass a chunk before the next, and back."""
+    """Return the order of ministages and layered: all microbatches pass a chunk before the next one, forward and then backward.
+    Under ministages each chunk is stepped after its backward; under layered a chunk is a layer."""
     chunks = [*range(num_chunks), *reversed(range(num_chunks))]
     kinds = [Kind.FORWARD] * num_chunks + [Kind.BACKWARD] * num_chunks
     computing = tuple(zip(kinds, chunks, strict=True))
@@ -123,7 +122,7 @@ def chunk_by_chunk(num_microbatches: int, num_chunks: int, steps_chunk_by_chunk:
 
 
 def listed(operations: Sequence[Operation], indices: list[int]) -> ActorOrder:
-    """Passes as they are given, by what is done and to which of the actor's microbatches, with one update behind them all."""
+    """Return the order of the passes given, each by its operation and the actor's microbatch, with one update at the end."""
     numbers: dict[Operation, int] = {}
     operation_of = [numbers.setdefault(operation, len(numbers)) for operation in operations]
     return updated_once(tuple(numbers), operation_of, indices)
