@@ -1,4 +1,4 @@
-"""What operators and collectives take on the ranks of a cluster: the predictor's figures, asked for aten operators."""
+"""The seconds of operators and collectives on the ranks of a cluster: the predictor's costs, asked for aten operators."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -63,7 +63,7 @@ class Costs:
         self._operators: dict[Operator, tuple[np.ndarray, np.ndarray]] = {}
 
     def operator(self, graph: Graph, operator: Operator) -> tuple[np.ndarray, np.ndarray]:
-        """Per rank: seconds of starting the whole operator, and seconds that its whole work takes beside."""
+        """Return for each rank the seconds of starting the operator, and the seconds of all its work."""
         if operator not in self._operators:
             self._operators[operator] = self._seconds(graph, operator)
         return self._operators[operator]
@@ -79,20 +79,20 @@ class Costs:
         return np.array([start for start, _ in pairs]), np.array([rest for _, rest in pairs])
 
     def update(self, parameter: Tensor) -> np.ndarray:
-        """Per rank: seconds of an AdamW step over a whole parameter, in the bytes that the predictor counts for one."""
+        """Return for each rank the seconds of an AdamW step over a whole parameter, from the bytes that the predictor counts."""
         elements = parameter.num_bytes / parameter.dtype.itemsize
         return elements * self._update_seconds
 
     @cached_property
     def _update_seconds(self) -> np.ndarray:
-        """Per rank: of one element; all parameters are stepped by few launches, which do not count."""
+        """The seconds of AdamW for one element on each rank. All parameters are stepped by few launches, which are not counted."""
         devices = [device_of(accelerator, self.precision) for accelerator in self.accelerators]
         return np.array([adamw_bytes(self.precision) / (d.bandwidth * d.fit.memory) for d in devices])
 
     @cached_property
     def reduce_scatter(self) -> Linear:
-        """By the bytes of the whole tensor, where ranks have equal pieces; an all-gather takes as long. What CPU ranks send
-        passes their hosts, on one machine or several."""
+        """The seconds of a reduce-scatter by the bytes of the whole tensor, if ranks have equal pieces. An all-gather takes
+        equally long. What CPU ranks send goes through their hosts, on one machine or on several."""
         small, large = 1e6, 1e8
         seconds = [self._network.reduce_scatter(self._group, size) for size in (small, large)]
         slope = max(seconds[1] - seconds[0], 0.0) / (large - small)
@@ -100,7 +100,7 @@ class Costs:
         return Linear(max(seconds[0] - slope * small, hosted), slope)
 
     def collective(self, kind: Collective, num_bytes: float, smallest: float, largest: float) -> float:
-        """Seconds of a collective over `num_bytes`, of which ranks' pieces are fractions from `smallest` to `largest`.
+        """Return the seconds of a collective over `num_bytes`. The ranks' pieces are fractions from `smallest` to `largest`.
 
         The busiest rank counts. It receives all but the smallest piece, where equal pieces leave out 1/n. Padding
         makes every piece as large as the largest and costs one start; without it the pieces start one by one.
@@ -131,7 +131,7 @@ class WithoutLatency(Costs):
 
 
 def precision_of(graph: Graph) -> Precision:
-    """The type of most parameter bytes."""
+    """Return the type of most of the parameters' bytes."""
     totals: dict[torch.dtype, int] = {}
     for tensor in graph.parameters.values():
         held = graph.tensors[tensor]
@@ -149,7 +149,7 @@ def is_view(operator: Operator) -> bool:
 
 
 def work(graph: Graph, operator: Operator, *, write_allocate: bool = False) -> Work | None:
-    """What an operator computes and moves as a whole; None where it only looks at memory in another way.
+    """Return what an operator computes and moves as a whole, or None if it only makes a view.
 
     With `write_allocate` a line of memory is read before it is written, as a CPU's caches do (McCalpin, Memory Bandwidth
     and Machine Balance, 1995, of the STREAM benchmark).
@@ -168,7 +168,7 @@ def work(graph: Graph, operator: Operator, *, write_allocate: bool = False) -> W
 
 
 def _products(graph: Graph, operator: Operator) -> tuple[Product, ...]:
-    """The matrix products inside an operator."""
+    """Return the matrix products inside an operator."""
     name, shapes = short(operator), graph.shapes_in(operator)
     if name in ("mm.default", "addmm.default"):
         (rows, inner), (_, columns) = shapes[-2:]
@@ -194,15 +194,16 @@ def _products(graph: Graph, operator: Operator) -> tuple[Product, ...]:
 
 
 def _convolution(operator: Operator, given: Sequence[int], made: Sequence[int], weight: Sequence[int]) -> Product:
-    """The kernel is applied once per pixel that is made; of a transposed one, per pixel that is given."""
+    """Return a convolution as a product. The kernel is applied once for each pixel that is made, or in a transposed one for
+    each pixel that is given."""
     pixels = given if argument_of(operator.target, operator.args, operator.kwargs, "transposed") else made
     return Product(prod(pixels) / pixels[1], weight[0], prod(weight[1:]))
 
 
 @cache
 def _operator_seconds(accelerator: AcceleratorSpec, precision: Precision, found: Work | None) -> tuple[float, float]:
-    """Seconds of starting and of computing. A device computes while its host launches what comes next; a CPU's core does
-    one after the other, and launches also what only looks at memory in another way."""
+    """Return the seconds of starting an operator and of computing it. A device computes while its host launches what comes
+    next. A CPU's core does one after the other, and launches views too."""
     launch = packaged().common["launch_seconds"] if is_cpu(accelerator) else 0.0
     if found is None:
         return launch, 0.0
@@ -243,20 +244,20 @@ class Model(NamedTuple):
 
 
 def fractions(model: Model, shares: Shares, tensor: int, state: State) -> np.ndarray:
-    """Which part of a tensor each rank holds in `state`."""
+    """Return which fraction of a tensor each rank holds in `state`."""
     if not isinstance(state, Cut):
         return _all(model.costs.size)
     return _parts(shares[model.rules.axis(tensor, state)])
 
 
 def held_bytes(model: Model, shares: Shares, tensor: int, state: State) -> np.ndarray:
-    """What each rank holds of a tensor in `state`."""
+    """Return the bytes that each rank holds of a tensor in `state`."""
     return model.graph.tensors[tensor].num_bytes * fractions(model, shares, tensor, state)
 
 
 @lru_cache(maxsize=4096)
 def _parts(own: tuple[int, ...]) -> np.ndarray:
-    """The fractions that ranks have of an axis, by their atoms of it."""
+    """Return the fractions that ranks have of an axis, from their numbers of atoms."""
     return np.array(own, dtype=float) / sum(own)
 
 
@@ -266,7 +267,7 @@ def _all(size: int) -> np.ndarray:
 
 
 def rank_seconds(model: Model, shares: Shares, number: int, rule: Rule) -> np.ndarray:
-    """Seconds of an operator under a rule on every rank."""
+    """Return the seconds of an operator under a rule on each rank."""
     start, rest = model.costs.operator(model.graph, model.graph.operators[number])
     axis = model.rules.axis_of(number, rule)
     if axis is None:
@@ -276,12 +277,12 @@ def rank_seconds(model: Model, shares: Shares, number: int, rule: Rule) -> np.nd
 
 
 def rule_seconds(model: Model, shares: Shares, number: int, rule: Rule) -> float:
-    """Seconds of an operator under a rule: the slowest rank's."""
+    """Return the seconds of an operator under a rule on the slowest rank."""
     return float(rank_seconds(model, shares, number, rule).max())
 
 
 def update_seconds(model: Model, shares: Shares, tensor: int, state: State) -> float:
-    """Seconds of the optimizer's update of a parameter kept in `state`: the slowest rank's."""
+    """Return the seconds of the optimizer's update of a parameter kept in `state`, on the slowest rank."""
     whole = model.costs.update(model.graph.tensors[tensor])
     return float((whole * fractions(model, shares, tensor, state)).max())
 
@@ -289,7 +290,7 @@ def update_seconds(model: Model, shares: Shares, tensor: int, state: State) -> f
 def move_cost(
     model: Model, shares: Shares, tensor: int, source: State, target: State
 ) -> tuple[float, Collective | None]:
-    """Seconds and the best collective of bringing a tensor from one state into another."""
+    """Return the seconds in which a tensor is brought from one state into another, and the best collective for it."""
     if source in (target, WHOLE):
         return 0.0, None
     size = model.graph.tensors[tensor].num_bytes
@@ -318,7 +319,7 @@ def is_all_to_all(source: State, target: State) -> bool:
 def moves_to(
     model: Model, shares: Shares, tensor: int, source: State, targets: Sequence[State]
 ) -> tuple[float, list[Move]]:
-    """The cheapest moves that bring a tensor from the state it is made in into all of `targets`."""
+    """Return the cheapest moves that bring a tensor from the state in which it is made into all of `targets`."""
 
     def direct(to: Sequence[State]) -> tuple[float, list[Move]]:
         priced = [(move_cost(model, shares, tensor, source, target), target) for target in to if target != source]

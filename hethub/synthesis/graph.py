@@ -155,7 +155,7 @@ class Graph:
             )
 
     def samples_in(self, inputs: Sequence[torch.Tensor]) -> int:
-        """How many samples these inputs have."""
+        """Return how many samples these inputs have."""
         told = (self.template or self).tensors
         counts = (v.shape[0] for t, v in zip(self.inputs, inputs, strict=False) if is_by_samples(told[t]) and v.dim())
         return next(counts, self.samples)
@@ -167,12 +167,12 @@ class Graph:
 
     @cached_property
     def producers(self) -> dict[int, int]:
-        """By tensor, the operator that makes it."""
+        """The operator that makes each tensor."""
         return {t: number for number, operator in enumerate(self.operators) for t in operator.made}
 
     @cached_property
     def consumers(self) -> dict[int, list[int]]:
-        """By tensor, the operators that read it, in order."""
+        """The operators that read each tensor, in order."""
         found: dict[int, list[int]] = {}
         for number, operator in enumerate(self.operators):
             for tensor in dict.fromkeys(operator.inputs):
@@ -273,10 +273,10 @@ def fingerprint(graph: Graph) -> str:
 
 
 def repeated(graph: Graph) -> list[int]:
-    """By operator, the earliest one that it repeats, itself where it repeats none.
+    """Return for each operator the earliest one that it repeats, which is itself if it repeats none.
 
-    Layers are found as what they are: stretches of operators that are the stretch before them once more, with the same
-    arguments and shapes.
+    Layers are found by what they are: stretches of operators that repeat the stretch before them, with the same arguments
+    and shapes.
     """
     first = list(range(len(graph.operators)))
     kinds = _kinds(graph)
@@ -290,8 +290,8 @@ def repeated(graph: Graph) -> list[int]:
 
 
 def repeated_parameters(graph: Graph, first: list[int]) -> dict[str, str]:
-    """By parameter, the first of those that stand in its place in operators that repeat each other, itself where none
-    does. Forward repeats its first layer and backward, which begins at the end, its last."""
+    """Return for each parameter the first one in the same place of operators that repeat each other, which is itself if there
+    is none. The forward repeats its first layer, the backward, which begins at the end, its last."""
     names = {tensor: name for name, tensor in graph.parameters.items()}
     groups = {name: {name} for name in graph.parameters}
     for operator, earlier in zip(graph.operators, first, strict=True):
@@ -304,7 +304,7 @@ def repeated_parameters(graph: Graph, first: list[int]) -> dict[str, str]:
 
 
 def _kinds(graph: Graph) -> np.ndarray:
-    """Per operator a number that operators share which do the same to tensors of the same shapes."""
+    """Return a number for each operator. Operators that do the same to tensors of the same shapes have the same number."""
     numbers: dict[tuple[object, ...], int] = {}
     told = (
         (o.key, repr(o.args), repr(o.kwargs), o.is_forward, *graph.shapes_in(o), *graph.shapes_out(o))
@@ -314,8 +314,8 @@ def _kinds(graph: Graph) -> np.ndarray:
 
 
 def _longest(kinds: np.ndarray, free: np.ndarray) -> tuple[int, int, int] | None:
-    """Of the stretches that repeat what lies `period` before them at least once in whole: the start of what they
-    repeat, the period, and their length; the longest."""
+    """Return the longest stretch in which everything is repeated after a period, at least once in whole: where the part that
+    is repeated starts, the period, and the length."""
     best: tuple[int, int, int] | None = None
     for period in range(SHORTEST, len(kinds) // 2 + 1):
         alike = (kinds[period:] == kinds[:-period]) & free[period:] & free[:-period]

@@ -24,8 +24,8 @@ class Layout:
 
     @classmethod
     def planned(cls, graph: Graph, program: Program) -> "Layout":
-        """As planned, for the graph that the program was made for. Raises BadInput where it cannot be run as it stands, which
-        no search leaves so."""
+        """Return the layout of a program on the graph for which it was made. Raises BadInput if the program cannot be run as it
+        is, which no search produces."""
         rules = Rules(graph)
         moves = {(move.tensor, move.target): move for move in program.moves}
         try:
@@ -69,16 +69,16 @@ class Layout:
 
     @cached_property
     def shared(self) -> list[Sequence[int]]:
-        """By operator, the ranks' shares of its work; empty where every rank does all of it."""
+        """The ranks' shares of the work of each operator; empty where every rank does all of it."""
         axes = (self.rules.axis_of(number, rule) for number, rule in enumerate(self.chosen))
         return [() if axis is None else self.shares[axis] for axis in axes]
 
     def of(self, tensor: int, state: State) -> tuple[int, ...]:
-        """The ranks' shares of the axis that a tensor is cut along in `state`."""
+        """Return the ranks' shares of the axis along which a tensor is cut in `state`."""
         return self.shares[self.rules.axis(tensor, state)] if isinstance(state, Cut) else ()
 
     def at(self, samples: int, program: Program) -> "Layout":
-        """The same for another number of samples, which ranks share in nearly the same ratios.
+        """Return the layout for another number of samples, which ranks share in nearly the same ratios.
 
         Tensors are cut along the same dimensions; merged ones may consist of another number of blocks. Raises BadInput
         where the module's operators can no longer be cut so.

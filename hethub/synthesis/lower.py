@@ -22,7 +22,7 @@ Held = defaultdict[int, dict[State, torch.Tensor]]  # by tensor, what a rank has
 
 
 class Part(NamedTuple):
-    """Of a step, what this rank does of one operator."""
+    """What this rank does of one operator of a step."""
 
     call: OwnCall
     inputs: tuple[tuple[int, State], ...]
@@ -32,13 +32,13 @@ class Part(NamedTuple):
 
 
 def _keep(held: Held, outputs: Iterable[tuple[int, State]], values: Iterable[torch.Tensor]) -> None:
-    """In a function of its own, whose names keep no value when it has ended."""
+    """Keep the outputs. This is a function so that none of its names keeps a value alive afterwards."""
     for (tensor, state), value in zip(outputs, values, strict=True):
         held[tensor][state] = value
 
 
 def digest(values: Iterable[tuple[object, torch.Tensor]]) -> int:
-    """A number that differs where the names, shapes or bits of tensors do."""
+    """Return a number that differs if the names, shapes or bits of tensors differ."""
     told = hashlib.blake2b(digest_size=7)
     for name, value in values:
         told.update(f"{name} {tuple(value.shape)}".encode())
@@ -47,7 +47,7 @@ def digest(values: Iterable[tuple[object, torch.Tensor]]) -> int:
 
 
 def digest_of_start(module: torch.nn.Module, graph: Graph) -> int:
-    """Of all that a step takes from its module: weights, buffers and constants."""
+    """Return the digest of everything that a step takes from its module: weights, buffers and constants."""
     return digest([*module.named_parameters(), *module.named_buffers(), *sorted(graph.constants.items())])
 
 
@@ -56,7 +56,8 @@ def _copied(value: Any) -> Any:
 
 
 class Step:
-    """`step(*inputs)` is the global loss; the gradients of this rank's shards are then in their `.grad`.
+    """One rank's training step. `step(*inputs)` returns the global loss; the gradients of this rank's shards are then in
+    their `.grad`.
 
     Every rank calls it with the same whole inputs, of any number of samples. As with `loss.backward()`, gradients are
     added to what is there.
@@ -70,7 +71,7 @@ class Step:
         group: dist.ProcessGroup,
         start: int | None = None,
     ) -> None:
-        """`start` is the module's `digest_of_start`, where it is known."""
+        """`start` is the module's `digest_of_start`, if it is known already."""
         if program.fingerprint != fingerprint(graph):
             raise BadInput("the program was made for another module or other example inputs; plan again with these.")
         if group.size() != program.size:
@@ -115,7 +116,7 @@ class Step:
         self._entries = {key: firsts[id(value)] if id(value) in firsts else _copied(value) for key, value in held}
 
     def _shape(self, entry: Any) -> torch.Size | None:
-        """Of an entry of the module's state; None of what is no tensor."""
+        """Return the shape of an entry of the module's state, or None if it is no tensor."""
         if isinstance(entry, str):
             return torch.Size(self.shape(entry)) if entry in self._shards else self._buffer(entry).shape
         return getattr(entry, "shape", None)
@@ -130,11 +131,11 @@ class Step:
         return whole.clone()
 
     def statistics(self) -> dict[str, torch.Tensor]:
-        """What a step changes beside parameters, running statistics, the same on every rank."""
+        """The running statistics, which a step changes beside parameters. They are the same on every rank."""
         return {name: self._buffer(name) for name in self._graph.updates}
 
     def fixed(self) -> dict[str, torch.Tensor]:
-        """What else of the module's state the step reads: frozen parameters and buffers, whole on every rank."""
+        """The rest of the module's state that a step reads: frozen parameters and buffers, whole on every rank."""
         trained = {*self._shards, *self._graph.updates}
         return {e: self._buffer(e) for e in self._entries.values() if isinstance(e, str) and e not in trained}
 
@@ -148,13 +149,13 @@ class Step:
 
     @torch.no_grad()
     def loss(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The global loss alone; gradients and running statistics stay as they are."""
+        """Return the global loss without changing gradients or running statistics."""
         return self._run_as_traced(inputs)[0][self._graph.loss].clone()
 
     def _run_as_traced(
         self, inputs: tuple[torch.Tensor, ...]
     ) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
-        """What every rank has whole after the step, by tensor, and the gradients of this rank's shards, by name."""
+        """Run a step. Return what every rank has whole after it, by tensor, and the gradients of this rank's shards, by name."""
         with as_traced(self._graph, next(self.parameters()).device):
             return self._run(inputs)
 
@@ -236,8 +237,8 @@ class Step:
         return held[tensor][state]
 
     def _sum(self, held: Held, laid: Layout, tensor: int, name: str, before: list[Summing]) -> Summing:
-        """A gradient on its way into the state that its parameter is kept in, beside what is computed where no operator
-        waits for it. A scattered sum holds the whole gradient until it is done, so there is one at a time."""
+        """Begin to bring a gradient into the state in which its parameter is kept. It overlaps with compute where no operator
+        waits for it. A scattered sum holds the whole gradient until it has ended, so there is only one at a time."""
         state = self._program.kept[name]
         move = laid.moves.get((tensor, state))
         if state in held[tensor] or move is None or not runs_beside(self._graph, move):
@@ -249,7 +250,7 @@ class Step:
         return self._exchange.start(held[tensor][move.source], state, laid.of(tensor, state))
 
     def _read_last(self, number: int) -> list[int]:
-        """The tensors that no operator behind this one reads."""
+        """Return the tensors that no later operator reads."""
         operator, consumers = self._graph.operators[number], self._graph.consumers
         lasts = {tensor: consumers.get(tensor, [-1])[-1] for tensor in (*operator.inputs, *operator.made)}
         return [tensor for tensor, last in lasts.items() if last <= number and tensor not in self._graph.results]
@@ -279,11 +280,12 @@ class Step:
         return not isinstance(self._program.kept[name], Cut)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Return the shape of the whole parameter."""
         return self._graph.tensors[self._graph.parameters[name]].shape
 
     def square_sum(self) -> float:
-        """Of the gradients that this rank counts: its pieces, and on the first rank what every rank has whole."""
+        """Return the sum of squares of the gradients that this rank counts: its pieces, and on the first rank also those that
+        every rank has whole."""
         counted = [
             shard.grad.flatten()
             for name, shard in self._shards.items()
@@ -293,7 +295,8 @@ class Step:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """As torch.nn.utils.clip_grad_norm_ on one device: by the norm of all gradients; all ranks call it together."""
+        """Clip as torch.nn.utils.clip_grad_norm_ does on one device, by the norm of all gradients, and return that norm. All
+        ranks must call it together."""
         total = torch.tensor([self.square_sum()], dtype=torch.float64)
         dist.all_reduce(total, group=self._exchange.group)
         norm = float(total) ** 0.5
@@ -304,7 +307,7 @@ class Step:
         return norm
 
     def chunks(self, name: str, own: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Views of `own`, which is laid out as this rank's shard of the parameter, with where in the whole each is."""
+        """Yield views of `own`, which is laid out as this rank's shard of the parameter, each with its place in the whole."""
         tensor, state = self._graph.parameters[name], self._program.kept[name]
         shape = self._graph.tensors[tensor].shape
         if not isinstance(state, Cut):
@@ -317,13 +320,13 @@ class Step:
             yield tuple(offset if d == state.dim else 0 for d in range(len(shape))), view
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole module's state, as one device would have it; all ranks call it together."""
+        """Return the whole module's state, as one device would have it. All ranks must call it together."""
         whole = {name: self._whole(name, shard.detach()) for name, shard in self._shards.items()}
         whole |= {name: value.clone() for name, value in {**self.statistics(), **self.fixed()}.items()}
         return {key: whole[entry] if isinstance(entry, str) else entry for key, entry in self._entries.items()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The whole gradients by parameter; all ranks call it together."""
+        """Return the whole gradients by parameter. All ranks must call it together."""
         return {n: self._whole(n, shard.grad) for n, shard in self._shards.items() if shard.grad is not None}
 
     def _whole(self, name: str, shard: torch.Tensor) -> torch.Tensor:
@@ -335,7 +338,7 @@ class Step:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes this rank's shards, and the buffers, out of the whole module's state."""
+        """Load this rank's shards, and the buffers, from the whole module's state."""
         missing = [key for key in self._entries if key not in state]
         if missing:
             raise BadInput(f"the state lacks '{missing[0]}'; give a state_dict of the whole module.")

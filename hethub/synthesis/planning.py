@@ -25,7 +25,7 @@ def plan(
     *,
     time_limit_seconds: float = 60.0,
 ) -> Program:
-    """The program of least predicted seconds of `module(*example_inputs)` and its gradients on `cluster`.
+    """Return the program that computes `module(*example_inputs)` and its gradients on `cluster` in the least predicted seconds.
 
     No device is needed, and the module may be on any. Raises BadInput, naming operator and module, for what cannot be
     cut exactly, and where no program fits the memory of every rank.
@@ -39,12 +39,13 @@ def pose(graph: Graph, cluster: ClusterSpec) -> Model:
 
 
 def plan_graph(graph: Graph, cluster: ClusterSpec, options: Search = USUAL, *, reserve: float = 0.0) -> Program:
-    """As `plan`, of a graph that has been traced; `reserve` of every accelerator's memory stays free."""
+    """Return what `plan` returns, for a graph that has been traced. The fraction `reserve` of every accelerator's memory stays
+    free."""
     return plan_model(pose(graph, cluster), options, reserve=reserve)
 
 
 def plan_model(model: Model, options: Search = USUAL, *, reserve: float = 0.0) -> Program:
-    """As `plan_graph`, of a model that was posed."""
+    """Return what `plan_graph` returns, for a model that was posed."""
     try:
         best = alternate(model, memory_limits(model.costs.cluster, reserve), options)
     except NoRoom as error:

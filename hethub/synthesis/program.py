@@ -158,7 +158,7 @@ class Execution:
 
     @cached_property
     def moves(self) -> dict[int, list[Move]]:
-        """By tensor, how it gets into the states that are needed, in order."""
+        """The moves that bring each tensor into the states in which it is needed, in order."""
         return {
             t: moves_to(self.model, self.shares, t, self.source(t), states)[1] for t, states in self.targets.items()
         }

@@ -28,7 +28,7 @@ class Best:
 
     @property
     def seconds(self) -> float:
-        """The step's, with gradients' sums beside what is computed."""
+        """The seconds of the step, with sums of gradients beside compute."""
         return self.found.execution.step_seconds
 
 
@@ -86,7 +86,7 @@ def starts(model: Model, limits: Sequence[float] | None) -> list[Shares]:
 
 
 def by_speed(model: Model) -> Shares:
-    """Of every axis as much for a rank as it is fast at the whole step."""
+    """Return shares in which each rank has as much of every axis as it is fast at the whole step."""
     totals = np.zeros(model.costs.size)
     for operator in model.graph.operators:
         totals += model.costs.operator(model.graph, operator)[1]

@@ -99,7 +99,8 @@ class Rules:
         self._axis_of: dict[tuple[int, Rule], int | None] = {}
 
     def _fold(self, first: list[int]) -> list[int]:
-        """By operator, the earlier one that is decided alike; layers that are cut alike have the same shares."""
+        """Return for each operator the earlier one that is decided together with it. Layers that are cut alike have the same
+        shares."""
         graph = self.graph
         alike = [earlier if self.of[n] == self.of[earlier] else n for n, earlier in enumerate(first)]
         for number, earlier in enumerate(alike):
@@ -114,21 +115,21 @@ class Rules:
 
     @cached_property
     def first_parameter(self) -> dict[str, str]:
-        """By parameter, the one of an earlier layer that is kept alike."""
+        """The parameter of an earlier layer that is kept in the same way, for each parameter."""
         tensors, found = self.graph.parameters, repeated_parameters(self.graph, self.first)
         return {n: o if self.cuts(tensors[n]) == self.cuts(tensors[o]) else n for n, o in found.items()}
 
     @property
     def all_cuts(self) -> list[list[Cut]]:
-        """By tensor, every way of cutting it that rules speak of."""
+        """All cuts of each tensor that occur in rules."""
         return [list(own) for own in self._cuts]
 
     def cuts(self, tensor: int) -> list[Cut]:
-        """Every way of cutting a tensor that the search looks at."""
+        """Return all cuts of a tensor that the search considers."""
         return [cut for cut in self._cuts[tensor] if self.axis(tensor, cut) in self.worth_cutting]
 
     def axis(self, tensor: int, cut: Cut) -> int:
-        """The number of the axis that a cut belongs to."""
+        """Return the number of the axis to which a cut belongs."""
         return self._axes[tensor, cut]
 
     @cached_property
@@ -141,7 +142,7 @@ class Rules:
         return frozenset(axis for axis in found if axis is not None and self.axes[axis].atoms > 1)
 
     def axis_of(self, operator: int, rule: Rule) -> int | None:
-        """The axis along which a rule shares the work out; None where every rank does all of it."""
+        """Return the axis along which a rule divides the work, or None if every rank does all of it."""
         key = operator, rule
         if key not in self._axis_of:
             self._axis_of[key] = self._find_axis(operator, rule)
@@ -211,7 +212,7 @@ class Rules:
                 self._learn(gradient, cut)
 
     def _spread(self, number: int) -> None:
-        """Tells an operator's tensors of each other's cuts."""
+        """Carry cuts of each of an operator's tensors over to its other tensors."""
         operator, labels = self.graph.operators[number], self._labels[number]
         if labels is None:
             source, target = operator.inputs[0], operator.made[0]
@@ -318,7 +319,7 @@ class _Links:
             self._parents[self.root(root)] = self.root(roots[0])
 
     def members(self) -> dict[tuple[int, Cut], list[tuple[int, Cut]]]:
-        """By root, all that are shared out alike."""
+        """Return the cuts that must be divided alike, by root."""
         found: dict[tuple[int, Cut], list[tuple[int, Cut]]] = {}
         for member in list(self._parents):
             found.setdefault(self.root(member), []).append(member)

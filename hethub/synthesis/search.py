@@ -74,7 +74,7 @@ class Problem:
     """Variables and constraints of a model's programs; their costs, which shares decide, come with every question."""
 
     def __init__(self, model: Model, allows: Allows | None = None, *, cuts_parameters: bool = True) -> None:
-        """Of the rules that `allows` takes, given an operator's number; parameters stay whole unless they may be cut."""
+        """`allows` says which rules may be used, given an operator's number. Parameters stay whole unless `cuts_parameters`."""
         if model.costs.size == 1:  # its pieces would be copies of the whole, which the costs do not know
             allows, cuts_parameters = (lambda number, rule: rule == model.rules.of[number][0]), False
         self._model, self._allows, self._cuts_parameters = model, allows, cuts_parameters
@@ -107,7 +107,8 @@ class Problem:
         options: Search = USUAL,
         visible: float = 1.0,
     ) -> Found:
-        """The program of the least sum of seconds, of gradients' sums what is `visible`, within `limits` bytes per rank.
+        """Return the program with the least sum of seconds within `limits` bytes on each rank. Of the sums of gradients only the
+        fraction `visible` counts.
 
         A round without memory limits comes first; the moments in which a rank exceeds its own become constraints, and
         the programme is solved again. Raises BadInput where nothing fits.
@@ -193,7 +194,8 @@ class Problem:
                 self._needs[tensor].append(states)
 
     def _choose(self, number: int, times: int) -> dict[int, int]:
-        """By usable rule of an operator that occurs so many times, the variable that is 1 where it is chosen."""
+        """Add a variable for each usable rule of an operator, which is 1 if the rule is chosen, and return them by rule. The
+        operator occurs `times` times."""
         rules = self._model.rules.of[number]
         own = {
             n: self._variable(self._compute(number, rule), times, integral=True)
@@ -239,7 +241,7 @@ class Problem:
         own: dict[tuple[State, State], int] = {}
 
         def move(source: State, target: State, held: Terms) -> int:
-            """A variable that is 1 where the tensor is brought into `target`; `held`: whether it is in `source`."""
+            """Add a variable that is 1 if the tensor is brought into `target`. `held` says whether it is in `source`."""
             variable = self._variable(self._transport(tensor, source, target))
             own[source, target] = variable
             if runs_beside(self._model.graph, Move(tensor, source, target, None)):
@@ -365,7 +367,7 @@ class Problem:
 
     @cached_property
     def _ends(self) -> dict[int, int]:
-        """By tensor, the last operator that reads it, or a view of it; of gradients what is kept lives longer."""
+        """Return for each tensor the last operator that reads it or a view of it. What is kept of gradients lives longer."""
         graph = self._model.graph
         ends: dict[int, int] = {}
         keeps = set(graph.results)

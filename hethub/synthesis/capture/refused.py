@@ -17,7 +17,7 @@ CONSTANT = "writes in place to a tensor that the module keeps as a plain attribu
 
 
 def refuse_hooks(named: Mapping[str, torch.Tensor]) -> None:
-    """Of parameters that have any, by name."""
+    """Raise BadInput if parameters have hooks. It names them."""
     for name, value in named.items():
         if value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None):
             raise BadInput(
@@ -27,7 +27,7 @@ def refuse_hooks(named: Mapping[str, torch.Tensor]) -> None:
 
 
 def refuse_update(name: str) -> None:
-    """Of a buffer, or a parameter, that forward changes."""
+    """Raise BadInput: forward changes this buffer or parameter."""
     owner = name.rpartition(".")[0] or "the module"
     raise BadInput(
         f"'{owner}' changes its own '{name}' in every step, which ranks would do differently: keep the state of"
@@ -36,7 +36,7 @@ def refuse_update(name: str) -> None:
 
 
 def refuse_lazy(named: Mapping[str, torch.Tensor]) -> None:
-    """Of parameters and buffers that have no shape before their module's first forward, by name."""
+    """Raise BadInput if parameters or buffers have no shape before their module's first forward. It names them."""
     for name, value in named.items():
         if torch.nn.parameter.is_lazy(value):
             raise BadInput(
@@ -45,7 +45,7 @@ def refuse_lazy(named: Mapping[str, torch.Tensor]) -> None:
 
 
 def refuse_sparse(what: str, value: torch.Tensor) -> None:
-    """Of a parameter, a buffer, an input, or what an operator makes."""
+    """Raise BadInput if a parameter, a buffer, an input or an operator's output is sparse."""
     if value.layout != torch.strided:
         raise BadInput(
             f"{what} is sparse, and ranks could not take pieces of it; keep it dense (.to_dense()), or keep its indices and"
@@ -54,7 +54,7 @@ def refuse_sparse(what: str, value: torch.Tensor) -> None:
 
 
 def refuse_compiled(module: torch.nn.Module) -> None:
-    """The module itself, or one in it."""
+    """Raise BadInput if the module, or one in it, is compiled."""
     for name, inner in module.named_modules():
         if hasattr(inner, "_orig_mod") or isinstance(inner, torch.jit.ScriptModule):
             raise BadInput(
@@ -63,7 +63,7 @@ def refuse_compiled(module: torch.nn.Module) -> None:
 
 
 def refuse_result(module: torch.nn.Module, result: Any) -> NoReturn:
-    """Of a forward that returns anything but a loss."""
+    """Raise BadInput: forward returns something else than a loss."""
     what = f"a tensor of {result.dim()} dimensions" if isinstance(result, torch.Tensor) else type(result).__name__
     raise BadInput(
         f"the module must return its loss alone: one tensor without dimensions, where {type(module).__name__} returned {what};"
@@ -97,7 +97,7 @@ def reason(error: BaseException) -> str:
 
 
 def refuse_operator(node: fx.Node) -> None:
-    """Of an operator that no rank could run on its pieces: control flow, random numbers, a batch norm in training."""
+    """Raise BadInput if no rank could run the operator on its pieces: control flow, random numbers, a batch norm in training."""
     if node.op not in ("call_function", "get_attr") or isinstance(node.meta.get("val"), NUMBERS):
         return
     named = (annotated(each) for each in (node, *node.all_input_nodes))  # control flow has lost its own
