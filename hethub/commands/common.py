@@ -115,7 +115,8 @@ def measured_for(options: argparse.Namespace, job: "Job") -> "ProfileSpec | None
 def measured_beside(
     options: argparse.Namespace, made_for: "PlannedFor", precision: "Precision"
 ) -> "ProfileSpec | None":
-    """As `measured_for`, of a plan file whose job --job may name. Raises BadInput where the profile given is not for it."""
+    """Do what `measured_for` does for a plan file, whose job `--job` may name. Raises BadInput if the profile given is not for
+    it."""
     from hethub.spec.job import load_job
 
     if options.job is not None:
@@ -267,7 +268,7 @@ def made_for(plan: "PlanSpec", path: Path, job_path: Path | None) -> "PlannedFor
 
 
 def program_made_for(plan: "ProgramPlanSpec", path: Path, job_path: Path | None) -> "ProgramFor":
-    """As `made_for`, of a program. Raises BadInput."""
+    """Do what `made_for` does for a program. Raises BadInput."""
     from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import load_job
     from hethub.spec.lookup import find_named

@@ -81,7 +81,7 @@ def _classes(cls: Any) -> dict[str, Any]:
 
 
 def comments(cls: Any) -> dict[str, str]:
-    """By field of a spec, the comment beside it or above it in the spec's code, or in that of what it builds on."""
+    """Return for each field of a spec the comment beside or above it in the spec's code, or in that of its base classes."""
     bases = [base for base in reversed(cls.__mro__) if getattr(base, "model_fields", None)]
     return {field: text for base in bases for field, text in _own_comments(base).items()}
 

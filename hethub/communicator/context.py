@@ -190,7 +190,7 @@ class Context:
             self._gloo_groups.append((gloo, rank, size, name))
 
     def release(self, name: str) -> None:
-        """Lets go of what was made for a group that has been destroyed: connections, threads, buffers."""
+        """Free what was made for a group that has been destroyed: connections, threads, buffers."""
         with self._lock:
             self._gloo_groups = [row for row in self._gloo_groups if row[3] != name]
             self._nccl_groups = [row for row in self._nccl_groups if row[1] != name]
@@ -209,7 +209,7 @@ class Context:
         self._releases[name].atexit = False
 
     def watch_nccl(self, nccl: Any, name: str) -> None:
-        """As `watch_gloo`, for NCCL and RCCL."""
+        """Do for NCCL and RCCL what `watch_gloo` does."""
         with self._lock:
             self._nccl_groups.append((nccl, name))
 

@@ -239,24 +239,24 @@ def native_reduce_scatter(native: Any, part: torch.Tensor, whole: torch.Tensor, 
 
 
 def native_all_gather(native: Any, whole: torch.Tensor, part: torch.Tensor) -> None:
-    """As `native_reduce_scatter`, for the all-gather."""
+    """Do for the all-gather what `native_reduce_scatter` does."""
     native._allgather_base(whole, part).wait()
 
 
 def native_reduce(native: Any, tensor: torch.Tensor, root: int, op: Any) -> None:
-    """As `native_reduce_scatter`, for the reduction to the member `root`; the others' tensors end as they may."""
+    """Do the same for the reduction to the member `root`. What the others' tensors hold afterwards is undefined."""
     native.reduce([tensor], op_options(dist.ReduceOptions, reduceOp=op, rootRank=root)).wait()
 
 
 def native_broadcast(native: Any, tensor: torch.Tensor, root: int) -> None:
-    """As `native_reduce_scatter`, for the broadcast from the member `root`."""
+    """Do the same for the broadcast from the member `root`."""
     native.broadcast([tensor], op_options(dist.BroadcastOptions, rootRank=root)).wait()
 
 
 def native_all_to_all(
     native: Any, output: torch.Tensor, source: torch.Tensor, output_sizes: list[int], input_sizes: list[int]
 ) -> None:
-    """As `native_reduce_scatter`, for the all-to-all."""
+    """Do the same for the all-to-all."""
     native.alltoall_base(output, source, output_sizes, input_sizes, dist.AllToAllOptions()).wait()
 
 
@@ -266,7 +266,7 @@ def native_send(native: Any, tensor: torch.Tensor, peer: int) -> Any:
 
 
 def native_receive(native: Any, tensor: torch.Tensor, peer: int) -> Any:
-    """As `native_send`, for the receive."""
+    """Do for the receive what `native_send` does."""
     return native.recv([tensor], peer, 0)
 
 

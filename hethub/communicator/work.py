@@ -61,9 +61,8 @@ class Operation:
             raise self.failed(error) from error
 
     def failed_for_good(self, error: BaseException) -> Exception:
-        """As `failed`, and this rank's part is missing now: a peer would take what comes next for it, and add it up.
-
-        So nothing may come next. RunFailed is debug mode's: every member finds the difference, and none has begun.
+        """Do what `failed` does if this rank's part of an operation is missing now. A peer would take what comes next for it, and
+        add it up, so nothing may come next. RunFailed is debug mode's: every member finds the difference, and none has begun.
         """
         failure = self.failed(error)
         self.explainer.give_up(failure, is_known=isinstance(error, RunFailed))

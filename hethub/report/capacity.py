@@ -40,7 +40,7 @@ def print_sizing(found: Sizing, question: Question, out: Path | None, measured: 
 
 
 def write_sizing(found: Sizing, question: Question, out: Path, measured: Container[str] = ()) -> None:
-    """The same as a self-contained page, with a plot of days and price (accelerators where a price is missing)."""
+    """Return the answer as a self-contained page, with a plot of days and price (accelerators if a price is missing)."""
     priced = have_prices(found.options)
     points = [
         (option.days, height(option, priced), named(option.nodes), option.on_frontier) for option in found.options

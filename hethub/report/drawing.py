@@ -110,7 +110,7 @@ def curve(lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
 
 
 def _thinned(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of the points of one pixel's width the highest and the lowest: a long run has a million."""
+    """Return the highest and the lowest point of each pixel's width, since a long run has a million points."""
     columns = [list(column) for _, column in groupby(places, key=lambda place: int(place[0]))]
     ends = [{min(column, key=itemgetter(1)), max(column, key=itemgetter(1))} for column in columns]
     return [place for both in ends for place in sorted(both)]

@@ -79,7 +79,7 @@ def save_alone(alone: Sequence["HomogeneousPart"], job: PlannedFor, folder: Path
 
 
 def _offloaded(plan: PlanSpec) -> dict[str, list[int]]:
-    """By what is offloaded, the stages whose it is."""
+    """Return for each thing that is offloaded the stages that offload it."""
     found: dict[str, list[int]] = {}
     for index, stage in enumerate(plan.stages):
         for what in stage.offload:

@@ -43,8 +43,8 @@ def split(total: int, parts: int) -> list[Range]:
 
 
 def nearly_equal(total: int, parts: int) -> list[Range]:
-    """As `split`, but that the last range alone is larger, by `total % parts`: collectives know equal parts only, and take
-    the end of the last by itself."""
+    """Split into equal ranges of which only the last is larger, by `total % parts`. Collectives only know equal parts, and take
+    the end of the last one separately."""
     size, rest = divmod(total, parts)
     return from_sizes([size] * (parts - 1) + [size + rest])
 
@@ -94,7 +94,7 @@ def refine(ranges: Iterable[Range]) -> list[Range]:
 
 
 def merge(ranges: Iterable[Range]) -> list[Range]:
-    """The same integers as sorted ranges that neither touch nor overlap."""
+    """Return the same integers as sorted ranges that neither touch nor overlap."""
     merged: list[Range] = []
     for r in sorted(r for r in ranges if r):
         if merged and r.start <= merged[-1].stop:

@@ -22,7 +22,7 @@ class Tuning:
 
     @classmethod
     def over(cls, relay_names: set[str], *, has_devices: bool) -> "Tuning":
-        """For a group whose members reach each other over these relays.
+        """Return the chunks for a group whose members reach each other over these relays.
 
         Between CPUs of one host there is no wire to keep busy: every chunk more is a switch between processes more (2+2
         ranks on 2 cores, 64 MiB: 80 ms in one chunk, 200 ms in 16). Devices have their copies to overlap.

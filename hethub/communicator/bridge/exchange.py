@@ -60,7 +60,7 @@ class Exchange:
     residual: torch.Tensor | None = None
 
     def stages(self) -> Iterator[None]:
-        """As `run_pipelined` runs them: every receive is posted before the first yield."""
+        """Run the exchange as `run_pipelined` asks for it: every receive is posted before the first yield."""
         route, side = self.route, self.side
         expected = [(rank, piece, self._expect(rank, piece, Stage.EXCHANGE)) for rank, piece in route.expected]
         returned = [(piece, self._expect(rank, piece, Stage.TOTAL)) for rank, piece in route.returned]

@@ -148,7 +148,7 @@ class PointToPoint:
             return StagedReceive(inner, staged)
 
     def receive_any(self, tensor: torch.Tensor, tag: int, operation: Operation) -> torch_private.WorkBase:
-        """As `receive`, from whoever sends first; host tensors only.
+        """Receive from whoever sends first, into a host tensor.
 
         Gloo waits for no connection in particular then. So one posted in a group that was given up is refused here, and
         one that was pending when its group was given up ends at the group's timeout only.
@@ -316,7 +316,7 @@ class PointToPoint:
 
 
 def _chunks(flat: torch.Tensor) -> list[torch.Tensor]:
-    """The same on both ranks: they know the message's size."""
+    """Return the chunks of a message. They are the same on both ranks, which know its size."""
     return [flat[piece.start : piece.stop] for piece in split(flat.numel(), _CHUNKS.num_chunks(flat.nbytes)) if piece]
 
 

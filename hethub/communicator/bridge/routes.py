@@ -132,7 +132,7 @@ def gather_route(islands: Islands, ranges: Sequence[Range], rank: int) -> Gather
 
 
 def island_parts(islands: Islands, whole: Range) -> list[Range]:
-    """Per rank, its equal part of `whole` inside its island: every island covers all of it."""
+    """Return for each rank its equal part of `whole` inside its island. Each island covers all of it."""
     parts = [whole] * sum(map(len, islands))
     for island in islands:
         part_size = -(-whole.size // len(island))  # what a native reduce-scatter gives: all equal but the last
@@ -143,7 +143,7 @@ def island_parts(islands: Islands, whole: Range) -> list[Range]:
 
 
 def carried_pieces(islands: Islands, ranges: Sequence[Range]) -> list[list[Range]]:
-    """Per rank, the pieces it relays for its island: an equal part of all that ranks of other islands own."""
+    """Return for each rank the pieces that it relays for its island: an equal part of what ranks of other islands own."""
     carried: list[list[Range]] = [[] for _ in ranges]
     for island in islands:
         foreign = merge(ranges[rank] for other in islands if other is not island for rank in other)

@@ -50,7 +50,7 @@ class Staged:
         return self._cut(self.load_whole())
 
     def empty(self) -> list[torch.Tensor]:
-        """As `load` for tensors that are only written: what is in them does not matter."""
+        """Do what `load` does for tensors that are only written, whose contents do not matter."""
         if self._is_own_memory:
             return [in_a_row(tensor) for tensor in self._tensors]
         return self._cut(self.empty_whole())
@@ -71,7 +71,7 @@ class Staged:
         return whole
 
     def empty_whole(self) -> torch.Tensor:
-        """As `load_whole`, for writing."""
+        """Do what `load_whole` does for a tensor that is only written."""
         if self._is_own_memory and len(self._tensors) == 1:
             return in_a_row(self._tensors[0])
         num_elements = sum(tensor.numel() for tensor in self._tensors)

@@ -215,7 +215,7 @@ class GroupCore(torch_private.GroupBase):
         opts: Any = None,
         chosen: Words | None = None,
     ) -> HethubWork:
-        """As `_submit`, for what launches legs on the island's library: in the turn taken here."""
+        """Do what `_submit` does for an operation that launches legs on the island's library, in the turn taken here."""
         self._check_written(name, tensors)
         with self._submitting:
             turn = take_turn()

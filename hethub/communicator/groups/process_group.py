@@ -56,7 +56,7 @@ class HethubGroup(GroupCore):
     def _all_reduce_natively(
         self, tensor: torch.Tensor, staged: Staged, reduction: Reduction, name: str, opts: Any
     ) -> HethubWork:
-        """As `_all_reduce`, the island's library doing the legs, in the turn taken here."""
+        """Do what `_all_reduce` does, with legs on the island's library, in the turn taken here."""
         legs = self._legs
         assert legs is not None
         run = partial(legs.all_reduce, tensor, staged.ready, reduction)

@@ -79,8 +79,8 @@ class Liveness:
         return made.result()
 
     def look_for(self, members: Collection[int]) -> Callable[[float], None]:
-        """For whoever waits for these ranks to make a group: called again and again, with the seconds that it may take, it
-        raises RunFailed as soon as a rank has failed, or some seconds after one of the members has left."""
+        """Return a check for whoever waits until these ranks have made a group. It is called again and again, with the seconds
+        that it may take. It raises RunFailed as soon as a rank has failed, or some seconds after a member has left."""
         asked, gone_since = time.monotonic(), None
 
         def look(seconds: float) -> None:

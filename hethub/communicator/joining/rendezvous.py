@@ -88,7 +88,7 @@ def exchanged(store: dist.Store, rank: int, size: int, own: str) -> list[str]:
 
 
 def exchange_last_words(store: dist.Store, rank: int, size: int, own: str) -> None:
-    """As `exchanged`, for a rank that ends and so need not hear the others, nor whether they are still there."""
+    """Do what `exchanged` does for a rank that ends, which need not hear the others nor know whether they are there."""
     with contextlib.suppress(dist.DistError):
         store.set(str(rank), own)
         _leave(store, size)
@@ -114,8 +114,8 @@ def reaching(
 
 
 def unheard(store: dist.Store, places: Sequence[str], error: Exception) -> tuple[int, str]:
-    """Of the places that a store was asked for in vain the first that is empty, 0 where it does not say; and its reason,
-    without their names, of which there may be thousands."""
+    """Return the first empty one of the places that a store was asked for in vain, or 0 if it does not say, and its reason
+    without the names of the places, of which there may be thousands."""
     silent = 0
     with contextlib.suppress(dist.DistError):
         silent = next((number for number, place in enumerate(places) if not store.check([place])), 0)

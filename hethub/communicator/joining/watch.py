@@ -73,8 +73,8 @@ class Watch:
             end_process(self._rank, reason, code)
 
     def end_with_one_voice(self, reason: str, seconds: float) -> NoReturn:
-        """As `end_process`, with 1: it was asked for. Where other ranks end for the same reason within so many seconds,
-        only the first speaks."""
+        """End the process with 1, because it was asked for. If other ranks end for the same reason within `seconds`, only the
+        first speaks."""
         self.liveness.report(f"ends because {reason}")
         failure = self.liveness.wait_for_failure(seconds)
         is_said = failure is not None and failure.rank != self._rank and reason in failure.reason

@@ -41,7 +41,7 @@ class Transfer(Protocol):
         """Returns when the tensor may be used again. Raises PeerError on failure or timeout."""
 
     def wait_until_read(self) -> None:
-        """In place of `wait`: returns when the peer has the message, and no memory of the relay's holds it."""
+        """Wait until the peer has the message and no memory of the relay holds it any more. It takes the place of `wait`."""
         self.wait()
 
 
@@ -86,7 +86,7 @@ class Relay(ABC):
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer: ...
 
     def expect(self, num_elements: int, dtype: torch.dtype, peer: int, tag: int) -> Incoming:
-        """As `receive`, where the receiver only reads the message: a relay that can lends its own memory."""
+        """Receive a message that is only read. A relay that can do so lends its own memory."""
         tensor = self._memory(num_elements, dtype)
         return ReceivedInto(tensor, self.receive(tensor, peer, tag))
 

@@ -83,7 +83,7 @@ class Outlooks:
         return found
 
     def known(self, plan: PlanSpec) -> Outlook | None:
-        """The same, if it was asked for before."""
+        """Return the outlook if it was computed before, else None."""
         return self._known.get(plan.model_dump_json())
 
     def in_the_middle(self, plans: Sequence[PlanSpec]) -> list[float]:

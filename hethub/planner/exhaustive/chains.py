@@ -105,7 +105,7 @@ class _Dealt(NamedTuple):
 
     @property
     def mirrored(self) -> "_Dealt":
-        """The same axis from its end."""
+        """The sample axis from its end."""
         total = self.replicas.shape[1]
         return _Dealt(self.replicas[:, ::-1], total - self.stops[:, ::-1], total - self.starts[:, ::-1])
 
@@ -138,8 +138,8 @@ class _Work(NamedTuple):
 
 
 def _passed(dealt: _Dealt, ready: np.ndarray, begins: np.ndarray, spent: np.ndarray) -> np.ndarray:
-    """By point and sample, when its microbatch ends, each beginning when its last sample is ready and its replica
-    free; they are free from `begins` on [point, replica]."""
+    """Return when the microbatch of each sample ends [point, sample]. It begins when its last sample is ready and its replica is
+    free. Replicas are free from `begins` [point, replica] on."""
     free, ends, latest = begins.copy(), np.empty(ready.shape), ready[:, 0]
     for sample, here in enumerate(ready.T):
         latest = np.where(dealt.starts[:, sample] == sample, here, np.maximum(latest, here))

@@ -73,7 +73,7 @@ def nodes_of(layout: Layout) -> dict[int, Node]:
 
 
 def _works(wiring: Wiring) -> dict[int, list[Work]]:
-    """By node, what replicas do in it."""
+    """Return what replicas do in each node."""
     found: dict[int, list[Work]] = defaultdict(list)
     for stage, (replicas, _, starts, stops) in enumerate(wiring.layout.microbatchings):
         for kind, chunk in wiring.runs[stage, 0].order.computing:
@@ -86,7 +86,7 @@ def _works(wiring: Wiring) -> dict[int, list[Work]]:
 
 
 def _needs(wiring: Wiring) -> dict[int, list[Need]]:
-    """By node, the passes on neighbouring stages to wait for, with what comes over."""
+    """Return for each node the passes on neighbouring stages for which it waits, with what these send."""
     found: dict[int, list[Need]] = defaultdict(list)
     for boundary, _, overlap, ways in wiring.boundaries:
         for way in ways:

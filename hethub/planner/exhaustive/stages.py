@@ -278,7 +278,7 @@ class StageCosts:
 
     @memoized
     def nearest(self, shape: Shape) -> list[float]:
-        """By boundary, seconds of one sample between the replicas that are nearest to each other."""
+        """Return for each boundary the seconds of one sample between the two replicas with the fastest link."""
         return [float(self.p2p_seconds(*pair)[..., 1].min()) for pair in pairwise(shape)]
 
     @memoized

@@ -71,7 +71,8 @@ def nothing_fits(incumbent: Incumbent, strategy: str) -> str:
 
 
 def _listed(missing: Iterable[tuple[str, int]]) -> str:
-    """By name how many there are of it that miss bytes, and how many at most; nothing where none does."""
+    """Return for each name how many accelerators miss bytes, and how many bytes one of them misses at most. Names of which none
+    misses any are left out."""
     by_name = defaultdict[str, list[int]](list)
     for name, missed in missing:
         if missed > 0:

@@ -233,7 +233,7 @@ class Problem:
         return tuple(found)
 
     def of_device_type(self, device_type: int) -> "Problem":
-        """The same problem on a device type's nodes alone, whose ranks are counted anew."""
+        """Return the problem on the nodes of one device type alone, whose ranks are numbered anew."""
         own, cluster = self.device_types[device_type], self.cluster
         wanted = {cluster.places[rank].node.name for rank in own.ranks}
         nodes = tuple(node for node in cluster.nodes if node.name in wanted)
@@ -241,11 +241,11 @@ class Problem:
         return self.on(cluster.replace(name=name, nodes=nodes, links=cluster.links.among(wanted)))
 
     def with_constraints(self, constraints: ConstraintsSpec) -> "Problem":
-        """The same question under other constraints."""
+        """Return the question under other constraints."""
         return replace(self, constraints=constraints)
 
     def on(self, cluster: ClusterSpec) -> "Problem":
-        """The same question on another cluster."""
+        """Return the question on another cluster."""
         return replace(self, cluster=cluster, device_types=collapse(cluster))
 
 

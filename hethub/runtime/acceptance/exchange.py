@@ -26,7 +26,7 @@ _TAG = 7
 
 
 def check_exchange(world: World, cluster: ClusterSpec, progress: Callable[[str], None]) -> Iterator[Row]:
-    """The same rows on every rank; all ranks call it."""
+    """Return the rows, the same on every rank. All ranks must call it together."""
     numel = DEVICE_NUMEL if any(world.all_gather_objects(world.device.is_gpu)) else CPU_NUMEL
     for label, members in _groups(world):
         progress(f"collectives of {label}")

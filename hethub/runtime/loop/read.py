@@ -88,7 +88,7 @@ def check_job(job: Job | BadInput, info: LaunchInfo) -> tuple[Job, Device]:
 
 
 def file_contents(job: Job) -> list[dict[str, Any] | None]:
-    """Of job, model and cluster, which all ranks must have read alike."""
+    """Return what all ranks must have read alike of job, model and cluster."""
     return [part if part is None else part.to_dict() for part in (job.spec, job.described, job.cluster)]
 
 

@@ -68,9 +68,9 @@ def _beside_others(place: Place) -> str:
 
 
 def seconds_per_sample(places: Sequence[Place], curves: Sequence[DeviceProfile]) -> list[float]:
-    """By rank, the seconds of a layer and a sample: the median of the micro-batches that all ranks of its accelerator have
-    measured. By a single one, or its best one, a rank that had a shared core to itself for a moment would be twice as
-    fast."""
+    """Return for each rank the seconds of a layer and a sample: the median over the micro-batches that all ranks of its
+    accelerator have measured. With only one of these, or the best one, a rank that had a shared core to itself for a moment
+    would look twice as fast."""
     of_size = [
         {
             timing.micro_batch: (timing.forward_seconds + timing.backward_seconds) / timing.micro_batch
@@ -88,7 +88,8 @@ def seconds_per_sample(places: Sequence[Place], curves: Sequence[DeviceProfile])
 
 
 def speed_classes(places: Sequence[Place], speeds: Sequence[float]) -> list[int]:
-    """Per rank, which of the unlike speeds of its accelerator it has; 0 is the fastest. `speeds` are seconds by rank."""
+    """Return for each rank which of the different speeds of its accelerator it has; 0 is the fastest. `speeds` are seconds by
+    rank."""
     result = [0] * len(places)
     for name in {place.accelerator.name for place in places}:
         own = sorted((speeds[p.rank], p.rank) for p in places if p.accelerator.name == name)

@@ -102,7 +102,7 @@ def against_others(
     kinds: Sequence[Hashable],
     judges: Sequence[bool],
 ) -> list[float]:
-    """By rank, how many times its plan these actions took, what is usual for ranks of its kind taken out.
+    """Return for each rank how many times as long as planned these actions took, beside what is usual for ranks of its kind.
 
     The lower middle counts as usual, so of two ranks the faster one: a rank may be slow, none is fast. Those that do not
     judge are planned as slow and may have recovered. A rank alone of its kind has nobody whose prediction errs alike: it

@@ -44,7 +44,7 @@ class OffloadedLayer:
         self.end()
 
     def end(self) -> None:
-        """Lets the tensors on the device go."""
+        """Free the tensors on the device."""
         self._arena.leave(self._leaving)
         self._leaving = []
         self._arena.trim()

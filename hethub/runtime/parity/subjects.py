@@ -333,7 +333,7 @@ def _parameter(name: str, weight: Tensor) -> Parameter:
 
 
 def _expect_graph(expect: Callable[[Formulas, Tensors], Tensor], formulas: Formulas, inputs: Tensors) -> Tensors:
-    """The same by autograd."""
+    """Return the gradients by autograd."""
     leaves = {
         name: value.detach().requires_grad_(value.is_floating_point() and name != "grad")
         for name, value in inputs.items()

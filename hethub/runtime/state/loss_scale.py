@@ -2,8 +2,8 @@
 
 
 def initial_scale(tokens: int) -> float:
-    """For steps of so many tokens: a token's loss enters the backward times 8 to 16, whatever the number, as where
-    others multiply the mean of 4,096 tokens by the usual 2^16; of small steps all of that."""
+    """Return the loss scale for steps of `tokens` tokens. A token's loss enters the backward 8 to 16 times as large, whatever
+    their number. That is what the usual 2^16 makes of the mean over 4,096 tokens. Small steps are scaled by all of 2^16."""
     return 2.0 ** max(16, tokens.bit_length() + 3)
 
 

@@ -101,7 +101,7 @@ class ZeroWeights:
             self._storage.parameters[placed.info.name].weight = shaped(view, placed)
 
     def free(self, unit: int) -> None:
-        """Lets the unit's weights go, which somebody has waited for."""
+        """Free a unit's weights, whose gather was waited for."""
         assert self._present[unit].is_complete  # a gather under way writes to its memory
         del self._present[unit]
         for placed, _ in self._storage.unit_maps[unit].held:

@@ -98,7 +98,7 @@ class Layout:
 
     @cached_property
     def assignment_of(self) -> dict[int, Assignment]:
-        """By rank, its assignment; unused ranks have none."""
+        """The assignment of each rank. Unused ranks have none."""
         return {assignment.rank: assignment for assignment in self.assignments}
 
     @cached_property

@@ -69,14 +69,14 @@ def _stage(problem: Problem, recompute: Recompute, zero: int) -> CandidateStage:
 
 
 def _largest_fitting(problem: Problem, costs: Estimator, stage: CandidateStage, most: int) -> list[int]:
-    """By device type, the largest micro-batch up to `most` and to what its ranks measured, with which they fit; 0 where
-    none does."""
+    """Return for each device type the largest micro-batch with which its ranks fit, up to `most` and to what they measured to
+    fit. It is 0 where none fits."""
     groups = (own._replace(micro_batch=problem.at_most(own.device_type, most)) for own in stage.groups)
     return [costs.times.largest(stage, own, ONLY, PLAIN, 1) for own in groups]
 
 
 def _seconds(problem: Problem, unit_costs: UnitCosts, device_type: int, recompute: Recompute, batch: int) -> float:
-    """Of a microbatch on the whole model."""
+    """Return the seconds of a microbatch on the whole model."""
     return unit_costs.rate(device_type, 1, batch, recompute).microbatch(problem.model.layers, True, True).total
 
 
