@@ -1,4 +1,4 @@
-"""Answers worked out once. Layer costs under the packaged constants are kept over predictions: a search asks for the same
+"""Caches. Layer costs under the packaged constants are kept from one prediction to the next, since a search asks for the same
 sizes again and again."""
 
 from collections.abc import Callable, Hashable
@@ -17,7 +17,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def memoized(method: Method) -> Method:
-    """The method, worked out once for the same arguments, which come by place: `cached_property` for what takes some."""
+    """Compute a method only once for the same positional arguments: what `cached_property` is for methods with arguments."""
     name = f"{method.__qualname__}()"  # no attribute's, and not that of a method which it overrides
 
     @wraps(method)
@@ -32,7 +32,7 @@ def memoized(method: Method) -> Method:
 
 
 class SharedLayerCost(LayerCost):
-    """As `LayerCost`, with every answer kept."""
+    """A `LayerCost` that keeps every answer."""
 
     embedding = memoized(LayerCost.embedding)
     head = memoized(LayerCost.head)
@@ -44,7 +44,7 @@ class SharedLayerCost(LayerCost):
 def shared_layer_cost(
     model: ModelSpec, accelerator: AcceleratorSpec, seq_len: int, precision: Precision, software: Software
 ) -> SharedLayerCost:
-    """The one of a model on one device type, by the packaged constants."""
+    """Return the layer cost of a model on one device type under the packaged constants."""
     return SharedLayerCost(model, accelerator, seq_len, precision, software)
 
 
@@ -57,7 +57,7 @@ def layer_cost_of(
     profile: ProfileSpec | None,
     constants: Constants,
 ) -> LayerCost:
-    """A model's on one device type, measured where there is a profile of it."""
+    """Return the layer cost of a model on one device type, corrected if there is a profile of it."""
     asked = (model, accelerator, seq_len, precision, software)
     measured = profile.device(accelerator.name, precision) if profile else None
     usual = constants is packaged()  # what these say is kept over predictions
@@ -67,8 +67,9 @@ def layer_cost_of(
 
 
 class CeilingKept(ProfiledLayerCost):
-    """As `ProfiledLayerCost`, with its best rate kept over predictions: that looks at some 500 corrected layers, more than
-    the rest of a prediction. All else is each prediction's own, which notes whether it asked beyond what was measured."""
+    """A `ProfiledLayerCost` that keeps its best rate from one prediction to the next: finding it tries some 500 corrected layers,
+    more than the rest of a prediction. Everything else belongs to one prediction, which notes whether it asked beyond what
+    was measured."""
 
     def best_layer_samples_per_second(self, max_samples: int) -> float:
         asked = (self.model, self.accelerator, self.seq_len, self.precision, self.software)

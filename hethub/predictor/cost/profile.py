@@ -34,7 +34,7 @@ Point = tuple[float, float, float]  # logarithms of samples, sequence length, te
 
 
 class LayerTiming(Spec):
-    """Seconds of one layer on one rank's shard, compute only."""
+    """The seconds of one layer on one rank's shard, compute only."""
 
     micro_batch: Count
     seq_len: Count
@@ -44,7 +44,7 @@ class LayerTiming(Spec):
 
 
 class PartTiming(Spec):
-    """Seconds of the embedding or the head (final norm and loss included) on one rank's shard."""
+    """The seconds of the embedding or the head (with final norm and loss) on one rank's shard."""
 
     part: Literal["embedding", "head"]
     micro_batch: Count
@@ -58,7 +58,7 @@ Timing = TypeVar("Timing", LayerTiming, PartTiming)
 
 
 class LinkTiming(Spec):
-    """A way between ranks, of messages (send) and of collectives, as latency and bandwidth of one direction.
+    """A link between ranks, for messages (send) or for collectives: its latency, and its bandwidth in one direction.
 
     A collective's bandwidth is that of a ring link: bytes times (n - 1) / n over the seconds of a reduce-scatter.
     """
@@ -71,7 +71,7 @@ class LinkTiming(Spec):
 
 
 class DeviceProfile(Spec):
-    """What one device type measured in one precision."""
+    """The measurements of one device type in one precision."""
 
     accelerator: str
     precision: Precision
@@ -84,12 +84,12 @@ class DeviceProfile(Spec):
     half_width: Positive | None = None  # of 80 % intervals, in logarithms; None: as where layers were profiled
 
     def width(self, table: dict[str, float]) -> float:
-        """The half width of 80 % intervals of steps on it."""
+        """Return the half width of 80 % intervals of steps on this device."""
         return self.half_width or table["profiled"]
 
     def slower(self, factor: float, name: str | None = None, *, optimizer: float | None = None) -> "DeviceProfile":
-        """The same measurements, all layers' and parts' times `factor`, the optimizer's times a factor of its own where one
-        is given; under another name where one is given."""
+        """Return these measurements with the seconds of layers and parts multiplied by `factor`, and those of the optimizer by a
+        factor of its own if one is given; under another name if one is given."""
 
         def times(timing: Any) -> Any:
             return timing.unchecked(
@@ -102,7 +102,7 @@ class DeviceProfile(Spec):
 
 
 class ProfileSpec(Spec):
-    """A profile file, one to one: who measured, when, of which model's layers, and what."""
+    """A profile file: who measured when, the layers of which model, and what was measured."""
 
     version: Literal[1] = 1
     date: str
@@ -113,7 +113,7 @@ class ProfileSpec(Spec):
     links: tuple[LinkTiming, ...] = ()
 
     def check_model(self, model: ModelSpec) -> None:
-        """Raises BadInput unless the profile's layers are those of `model`; the number of layers does not matter."""
+        """Raise BadInput unless the profile's layers are those of `model`. The number of layers does not matter."""
         for key in LAYER_SHAPE:
             mine, theirs = getattr(self.model, key), getattr(model, key)
             if mine != theirs:
@@ -123,7 +123,7 @@ class ProfileSpec(Spec):
                 )
 
     def check_version(self) -> None:
-        """Raises BadInput unless this hethub measured it: another's layers need not cost the same."""
+        """Raise BadInput unless this version of hethub measured it. Layers of another version need not cost the same."""
         if self.hethub != hethub.__version__:
             raise BadInput(
                 f"the profile was measured by hethub {self.hethub}, this is {hethub.__version__}, whose layers may cost otherwise; "
@@ -131,7 +131,7 @@ class ProfileSpec(Spec):
             )
 
     def check_devices(self, nodes: Iterable[NodeSpec], precision: Precision) -> None:
-        """Raises BadInput where it measured none of the nodes' accelerators in the precision."""
+        """Raise BadInput if it measured none of the nodes' accelerators in the precision."""
         wanted = sorted({node.device.name for node in nodes})
         if not any(self.device(name, precision) for name in wanted):
             have = ", ".join(f"{device.accelerator} in {device.precision}" for device in self.devices)
@@ -141,7 +141,7 @@ class ProfileSpec(Spec):
             )
 
     def check_compiled(self, nodes: Iterable[NodeSpec], precision: Precision, compiles: bool | None) -> None:
-        """Raises BadInput where an accelerator was measured under another `train.compile` than `compiles`."""
+        """Raise BadInput if an accelerator was measured under another `train.compile` than `compiles`."""
         for node in nodes:
             own, wanted = self.device(node.device.name, precision), compiles_on_node(node, compiles)
             if own is not None and own.compiled not in (None, wanted):
@@ -152,35 +152,35 @@ class ProfileSpec(Spec):
                 )
 
     def as_compiled(self, cluster: ClusterSpec, compiles: bool | None) -> "ProfileSpec":
-        """The same, as measured under this `train.compile`."""
+        """Return the profile as if it had been measured under this `train.compile`."""
         known = {node.device.name: compiles_on_node(node, compiles) for node in cluster.nodes}
         return self.replace(devices=tuple(own.replace(compiled=known.get(own.accelerator)) for own in self.devices))
 
     def device(self, accelerator: str, precision: Precision) -> DeviceProfile | None:
-        """The measurements of an accelerator in a precision, or None."""
+        """Return the measurements of an accelerator in a precision, or None."""
         return next((d for d in self.devices if (d.accelerator, d.precision) == (accelerator, precision)), None)
 
     def link(self, level: str, operation: str) -> LinkTiming | None:
-        """The slowest measured way of a level, or None: a collective is as fast as its slowest link."""
+        """Return the slowest measured link of a level, or None. A collective is as fast as its slowest link."""
         found = [link for link in self.links if (link.level, link.operation) == (level, operation)]
         return min(found, key=lambda link: (link.gbytes_per_second, -link.latency_seconds), default=None)
 
 
 def compiles_on_node(node: NodeSpec, compiles: bool | None) -> bool:
-    """Whether small operations are compiled there under a `train.compile`."""
+    """Whether small operations are compiled on a node under this `train.compile`."""
     return not is_cpu(node.device) if compiles is None else compiles
 
 
 def load_profile(path: str | Path) -> ProfileSpec:
-    """The profile in a JSON file; of equal points the slower counts. Raises BadInput."""
+    """Return the profile in a JSON file. Of equal points the slower one counts. Raises BadInput."""
     profile = build(ProfileSpec, read_json(Path(path), "profile", unique=True), Source(str(path)), "profile")
     with asked_by(path):
         return merge([profile])
 
 
 def profile_for(job: "Job", path: Path | None) -> ProfileSpec | None:
-    """The profile at `path`, else the one the job names, else None. Raises BadInput, which names the file, and where the
-    job names it, where it cannot be read or is not of the job's model and cluster."""
+    """Return the profile at `path`, or else the one that the job names, or else None. Raises BadInput if the file cannot be read
+    or is not of the job's model and cluster; it names the file, and the job's key if the job names it."""
     train, nodes = job.spec.train, None if job.cluster is None else job.cluster.nodes
     wanted = job.described, nodes, train.precision, train.compile
     if path is not None or job.spec.profile is None:
@@ -196,8 +196,8 @@ def profile_of(
     precision: Precision,
     compiles: bool | None,
 ) -> ProfileSpec:
-    """The profile in a file. Raises BadInput, which names it, where it is not of model, nodes and `train.compile`, as far
-    as these are known, or another version of hethub measured it."""
+    """Return the profile in a file. Raises BadInput, which names the file, if it is not of the model, the nodes and
+    `train.compile`, as far as these are given, or if another version of hethub measured it."""
     profile = load_profile(file)
     with asked_by(file):
         if nodes is not None:
@@ -212,8 +212,8 @@ def profile_of(
 def assumed_speeds(
     cluster: ClusterSpec, precision: Precision, profile: ProfileSpec | None, ranks: Sequence[int] | None = None
 ) -> list[str]:
-    """The accelerators whose speed nobody has looked up or measured: the catalogue assumes it, and so no profile
-    corrects it. Of all, or of the `ranks` on which a step hangs."""
+    """Return the accelerators whose speed nobody has looked up or measured: the catalogue assumes it, and no profile corrects
+    it. They are those of all ranks, or of the `ranks` that the step depends on."""
     places = cluster.places if ranks is None else [cluster.places[rank] for rank in ranks]
     devices = {place.accelerator.name: place.accelerator for place in places}
     return [
@@ -228,10 +228,10 @@ def save_profile(profile: ProfileSpec, path: str | Path) -> None:
 
 
 def merge(profiles: Iterable[ProfileSpec]) -> ProfileSpec:
-    """One profile of several nodes' measurements of the same model; of equal points the slower counts.
+    """Merge several nodes' measurements of the same model into one profile. Of equal points the slower one counts.
 
-    Raises BadInput where they measured unlike models, by unlike versions of hethub, or an accelerator under unlike
-    `train.compile`.
+    Raises BadInput if they measured different models, were measured by different versions of hethub, or measured an accelerator
+    under different `train.compile`.
     """
     profiles = list(profiles)
     first = profiles[0]
@@ -249,8 +249,8 @@ def merge(profiles: Iterable[ProfileSpec]) -> ProfileSpec:
 
 
 def _slowest_of(devices: Sequence[DeviceProfile]) -> DeviceProfile:
-    """One device type's measurements, the slower of equal points, as sure as the least sure of them. An optimizer that was
-    measured counts before one that was not."""
+    """Merge the measurements of one device type. Of equal points the slower one counts, and the result is as sure as the least
+    sure of them. An optimizer that was measured is preferred to one that was not."""
     first = devices[0]
     if len({device.compiled for device in devices}) > 1:
         raise BadInput(
@@ -272,7 +272,7 @@ def _slowest_of(devices: Sequence[DeviceProfile]) -> DeviceProfile:
 
 
 def _slowest(timings: Iterable[Timing]) -> tuple[Timing, ...]:
-    """Of each point the one that took longest."""
+    """Return for each point the timing that took longest."""
     found: dict[tuple[object, ...], Timing] = {}
     for timing in timings:
         key = (getattr(timing, "part", None), timing.micro_batch, timing.seq_len, timing.tp)
@@ -281,12 +281,12 @@ def _slowest(timings: Iterable[Timing]) -> tuple[Timing, ...]:
 
 
 def smallest_micro_batch(devices: Iterable[DeviceProfile]) -> int | None:
-    """The largest micro-batch that fits on all of the devices that looked for it; None where none did."""
+    """Return the largest micro-batch that fits on all devices that looked for it, or None if none did."""
     return min((d.largest_micro_batch for d in devices if d.largest_micro_batch is not None), default=None)
 
 
 class Corrections:
-    """Ratios of measured to estimated seconds over the measured points, interpolated between them."""
+    """The ratios of measured to estimated seconds at the measured points, interpolated between them."""
 
     def __init__(self, points: dict[Point, float]) -> None:
         self._points = points
@@ -308,16 +308,16 @@ class Corrections:
 
     @property
     def most_samples(self) -> int:
-        """The largest micro-batch that was measured: a whole one, and exp(log(8)) is less than 8."""
+        """The largest micro-batch that was measured. It is rounded, since exp(log(8)) is less than 8."""
         return round(exp(self._axes[0][-1]))
 
     def extrapolates(self, samples: float, seq_len: int, tp: float) -> bool:
-        """Whether the question lies outside the measured points."""
+        """Whether these arguments are outside the measured points."""
         asked = (log(samples), log(seq_len), log(tp))
         return any(not axis[0] - 1e-9 <= x <= axis[-1] + 1e-9 for axis, x in zip(self._axes, asked, strict=True))
 
     def at(self, samples: float, seq_len: int, tp: float) -> float:
-        """The ratio there: multilinear in the logarithms where all corners were measured, else that of the nearest
+        """Return the ratio there. It is multilinear in the logarithms if all corners were measured, else that of the nearest
         point."""
         asked = (log(samples), log(seq_len), log(tp))
         corners: list[tuple[Point, float]] = [((), 1.0)]  # type: ignore[list-item]
@@ -334,7 +334,7 @@ class Corrections:
 
 
 def _bracket(axis: list[float], x: float) -> list[tuple[float, float]]:
-    """The measured values around x with their weights; one of them where x lies outside or on it."""
+    """Return the measured values around x with their weights, or only one value if x is equal to it or outside of all."""
     index = bisect_left(axis, x)
     if index == 0:
         return [(axis[0], 1.0)]

@@ -1,4 +1,4 @@
-"""Layer costs where a profile measured them: the roofline corrected by measured ratios."""
+"""Layer costs of a device type that a profile measured: the roofline, corrected by measured ratios."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,11 +14,11 @@ from hethub.spec.model import ModelSpec
 
 
 class ProfiledLayerCost(LayerCost):
-    """As `LayerCost`, corrected by what one device type measured; `extrapolated` once it was asked beyond
-    that."""
+    """A `LayerCost` that is corrected by what one device type measured. `extrapolated` becomes true when it is asked beyond
+    what was measured."""
 
     def use(self, profile: DeviceProfile) -> Self:
-        """Takes a profile's measurements as ratios to the roofline's estimates."""
+        """Use a profile's measurements, as ratios to the roofline's estimates."""
         self.profile, self.extrapolated = profile, False
         self._optimizer_seconds = profile.optimizer_seconds_per_parameter
         self._optimizer_factor = profile.optimizer_factor
@@ -55,7 +55,8 @@ class ProfiledLayerCost(LayerCost):
         return seconds * self._optimizer_factor
 
     def best_layer_samples_per_second(self, max_samples: int) -> float:
-        """As the roofline's; measured ratios need not fall with size or share, so many of each are looked at."""
+        """Return the best rate, as the roofline does. Measured ratios need not fall with size or share, so many of each are
+        tried."""
         sizes = (
             {max_samples} | {1 << i for i in range(max_samples.bit_length())} | set(range(1, min(64, max_samples) + 1))
         )
@@ -73,14 +74,14 @@ def estimated_device(
     half_width: float | None = None,
     software: Software = HETHUB,
 ) -> DeviceProfile:
-    """What is expected of an accelerator under `software`, in a profile's form, for micro-batches of 1 to `largest`
-    samples in every tensor-parallel degree: only the ratios of later times to it count, and the half width of its 80 %
-    intervals, if one is given."""
+    """Return what is expected of an accelerator under `software` in the form of a profile, for micro-batches of 1 to `largest`
+    samples and all tensor-parallel degrees. Only the ratios of later measurements to it matter, and the half width of its
+    80 % intervals, if one is given."""
     cost = LayerCost(model, accelerator, seq_len, precision, software, constants)
     sizes = sorted({1 << bit for bit in range(largest.bit_length())} | {largest})
 
     def timings(passes: Callable[[int, int], PassSeconds]) -> list[dict[str, Any]]:
-        """Of a part, by micro-batch and degree."""
+        """Return the timings of a part, by micro-batch and degree."""
         return [
             {
                 "micro_batch": size,

@@ -1,4 +1,4 @@
-"""What microbatches keep between forward and backward, at the peak of a replica's schedule."""
+"""The activations that microbatches keep between forward and backward, when a replica holds the most."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -17,7 +17,7 @@ KEPT_UNDER_SELECTIVE = 0.45  # of a layer's activations, where every second prod
 
 
 class KeptPerSample(NamedTuple):
-    """Bytes that one sample keeps on a rank: of a layer in full or in part, of its input, and at the model's ends."""
+    """The bytes that one sample keeps on a rank: of a layer in full or in part, of its input, and of the model's ends."""
 
     layer: float
     input: float
@@ -28,8 +28,8 @@ class KeptPerSample(NamedTuple):
 
 
 class HeldActivations(NamedTuple):
-    """Activations when a rank is fullest: of all microbatches, what a microbatch frees with each of its layers, or a
-    chunk with all its microbatches, and what comes when the head is through."""
+    """The activations when a rank is fullest: those of all microbatches, what a microbatch frees with each layer of its
+    backward (or a chunk with all its microbatches), and what is added when the head has ended."""
 
     activations: float
     freed_by_layer: float
@@ -40,8 +40,8 @@ class HeldActivations(NamedTuple):
 def held_microbatches(
     layout: Layout, assignment: Assignment, kept: KeptPerSample, sizes: list[int], software: Software
 ) -> tuple[HeldActivations, float]:
-    """Activations on the accelerator when the rank is fullest, and in host memory. `sizes` are the layers of the
-    stage's model chunks."""
+    """Return the activations on the accelerator when the rank is fullest, and the bytes in host memory. `sizes` are the
+    numbers of layers of the stage's model chunks."""
     stage = layout.stages[assignment.stage]
     layer = kept_of_layer(kept, stage.recompute, software)
     again = stage.recompute == "full" or software.kept_products != "all"
@@ -68,7 +68,8 @@ def held_microbatches(
 
 
 def _held(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[list[float], list[float]]:
-    """Samples held by each chunk of the stage, and between backward and weight gradients, when most layers are held."""
+    """Return the samples that each chunk of the stage holds, and those between their backward and their weights' gradients, when
+    the most layers are held."""
     spec = layout.replica(assignment.stage, assignment.replica)
     if layout.plan.goes_chunk_by_chunk:
         return [float(spec.samples)] * len(sizes), [0.0] * len(sizes)
@@ -89,14 +90,15 @@ def _held(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[lis
 
 
 def _most_in_rounds(layout: Layout, assignment: Assignment) -> int:
-    """Samples of the rounds under way when these hold most of a replica that has no microbatch in some of them."""
+    """Return the samples of the rounds under way when they hold the most of a replica that has no microbatch in some of
+    them."""
     limit, sizes = layout.actor_limits[assignment.stage][0], _samples_by_turn(layout, assignment)
     held = sum(sizes[:limit])
     return max(accumulate((new - old for new, old in zip(sizes[limit:], sizes, strict=False)), initial=held))
 
 
 def _samples_by_turn(layout: Layout, assignment: Assignment) -> list[int]:
-    """The samples of the replica's own microbatch for each microbatch of its actor; 0 where it has none."""
+    """Return the samples of the replica's own microbatch for each microbatch of its actor; 0 where it has none."""
     spec, load = layout.replica(assignment.stage, assignment.replica), layout.loads[assignment.stage]
     found = [0] * load[layout.actor_of(assignment.stage, assignment.replica)].num_microbatches
     numbers: Sequence[int] = range(len(found))
@@ -109,7 +111,7 @@ def _samples_by_turn(layout: Layout, assignment: Assignment) -> list[int]:
 
 
 def _walked(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[list[float], list[float]]:
-    """As `_held`, pass by pass."""
+    """Return what `_held` returns, by going through the passes one by one."""
     held, later = [0.0] * len(sizes), [0.0] * len(sizes)
     now, most, found = 0, -1, (held, later)
     weighs, samples = layout.plan.defers_wgrad, _samples_by_turn(layout, assignment)
@@ -138,7 +140,7 @@ def _walked(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[l
 
 
 def kept_of_layer(kept: KeptPerSample, recompute: Recompute, software: Software) -> float:
-    """Bytes that one sample keeps of a layer until its backward."""
+    """Return the bytes that one sample keeps of a layer until its backward."""
     if recompute == "full":
         return kept.input
     if software.kept_products != "all":
@@ -150,8 +152,8 @@ def kept_of_layer(kept: KeptPerSample, recompute: Recompute, software: Software)
 def kept_per_sample(
     layout: Layout, widths: RankWidths, software: Software, width: int, recompute: Recompute
 ) -> KeptPerSample:
-    """What a sample keeps on a rank, where an activation takes `width` bytes; the scores of unfused attention included,
-    unless attention alone is run again."""
+    """Return what a sample keeps on a rank if an activation takes `width` bytes. The scores of unfused attention are included,
+    unless attention is recomputed."""
     model = layout.model
     tokens = layout.plan.seq_len / software.context_parallel
     hidden = model.hidden * (widths.query / model.heads if software.sequence_parallel else 1.0)
@@ -171,7 +173,8 @@ def kept_per_sample(
 
 
 def _score_bytes(layout: Layout, widths: RankWidths, software: Software, width: int) -> float:
-    """What unfused attention keeps of a sample's scores in a layer: softmax's result, dropout's mask and result."""
+    """Return the bytes that unfused attention keeps of a sample's scores in a layer: the result of softmax, and the mask and the
+    result of dropout."""
     kept = 2 * width + 1 if software.attention_dropout else width
     return kept * widths.query * layout.plan.seq_len**2 / software.context_parallel
 
@@ -179,11 +182,12 @@ def _score_bytes(layout: Layout, widths: RankWidths, software: Software, width: 
 def _layer_bytes_per_token(
     model: ModelSpec, widths: RankWidths, hidden: float, software: Software, width: int
 ) -> float:
-    """What one layer keeps per token (method of arXiv 2205.05198, §4), for hethub's layers or an eager framework's.
+    """Return what one layer keeps for each token, in hethub or in an eager framework (method of arXiv 2205.05198, §4).
 
-    Ours: both norms' inputs and results, rotated queries and keys, values, attention's result, and for SwiGLU gate, up
-    and their product; norms' scales and attention's log-sums in fp32. Of narrow products' inputs (both norms' results,
-    attention's result, that of the activation) their 8 bits, attention's result for its own backward besides.
+    hethub keeps the inputs and results of both norms, the rotated queries and keys, the values, the result of attention, and
+    for SwiGLU gate, up and their product. The scales of norms and the log-sums of attention are in fp32. If products are
+    narrower than activations, their inputs (the results of both norms, of attention and of the activation) are kept in
+    8 bits, and the result of attention also in full, for its own backward.
     """
     query, kv = widths.query * model.head_size, widths.kv * model.head_size
     narrow = software.narrow_inputs and software.math in NARROW

@@ -17,7 +17,7 @@ from hethub.spec.plan import ReplicaSpec
 
 
 class RankWidths(NamedTuple):
-    """How many query heads, KV heads, columns of the MLP and vocabulary rows a rank holds."""
+    """The numbers of query heads, KV heads, columns of the MLP and vocabulary rows that a rank holds."""
 
     query: int
     kv: int
@@ -27,19 +27,19 @@ class RankWidths(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def rank_widths(model: ModelSpec, tp: int, tensor_shares: tuple[float, ...] | None = None) -> tuple[RankWidths, ...]:
-    """Of each rank of a replica, in order. Of equal ranks the first has what is left over."""
+    """Return the widths of each rank of a replica, in order. Of equal ranks the first has what is left over."""
     return tuple(
         RankWidths(*(held.size for held in shares)) for shares in tensor_parallel_shares(model, tp, tensor_shares)
     )
 
 
 def replica_widths(model: ModelSpec, replica: ReplicaSpec, software: Software) -> tuple[RankWidths, ...]:
-    """Of each tensor-parallel rank of a replica; its context-parallel ranks repeat them."""
+    """Return the widths of each tensor-parallel rank of a replica. Its context-parallel ranks have the same."""
     return rank_widths(model, replica.tp // software.context_parallel, replica.tensor_shares)
 
 
 class RankParameters(NamedTuple):
-    """Parameters on a rank, by tensor. Fields may be arrays in a search."""
+    """The parameters on a rank, by tensor. In a search the fields are arrays."""
 
     layer_matrices: Any
     layer_norms: Any  # and biases
@@ -63,8 +63,8 @@ class RankParameters(NamedTuple):
         )
 
     def of_layers(self, layers: Any, first: Any, last: Any) -> Any:
-        """Of so many layers, with the embedding where they are the model's first, the final norm and head where they
-        are its last."""
+        """Return the parameters of `layers` layers, with the embedding if they are the model's first, and with final norm and
+        head if they are its last."""
         ends = first * (self.table + self.positions) + last * (self.final_norm + self.head)
         return layers * (self.layer_matrices + self.layer_norms) + ends
 
@@ -75,7 +75,7 @@ def _layer_matrices(model: ModelSpec, widths: RankWidths) -> int:
 
 
 class StageParameters(NamedTuple):
-    """Parameters on a rank of a stage, by when they come and go."""
+    """The parameters on a rank of a stage, by when they come and go."""
 
     units: tuple[int, ...]  # per layer of the stage: its matrices, and those of an end of the model beside it
     tied: int  # an embedding that both ends of the stage use: a unit of its own
@@ -100,7 +100,7 @@ class StageParameters(NamedTuple):
 def _stage_parameters(
     model: ModelSpec, widths: RankWidths, num_layers: int, first: bool, last: bool
 ) -> StageParameters:
-    """Of any stage with so many layers at that place of the model."""
+    """Return the parameters of any stage with `num_layers` layers in this place of the model."""
     rank = RankParameters.of(model, widths)
     units, norms = [rank.layer_matrices] * num_layers, num_layers * rank.layer_norms
     units[0] += first * (rank.positions + (0 if model.tied_head else rank.table))
@@ -111,18 +111,18 @@ def _stage_parameters(
 
 
 class Held(NamedTuple):
-    """Parameters of one stage alone, and those of an embedding that is tied to a head on another stage."""
+    """The parameters of one stage alone, and those of an embedding that is tied to a head on another stage."""
 
     own: float
     apart: float
 
 
 def stepped(layout: Layout, software: Software, stage: int, rank: int, held: Held, whole: Held) -> float:
-    """Parameters that a rank steps of those it holds: all, an equal part of them, or its share of the stage's.
+    """Return how many of the parameters that it holds a rank steps: all of them, an equal part, or its share of the stage's.
 
-    `whole` is what the ranks of a replica hold together. Replicas of unlike degrees share the stage's state, not each
-    cut of it: all ranks step as much, for any of them hold at least their part of it together. Where uneven cuts stand
-    beside others, the state map knows.
+    `whole` is what the ranks of a replica hold together. Replicas of different degrees divide the state of the whole stage,
+    so all ranks step equally much: any group of them holds at least its part of it together. Where uneven cuts are beside
+    others, the state map says what each rank steps.
     """
     spec = layout.stages[stage]
     apart = _stepped_apart(layout, software, stage, held.apart)
@@ -141,13 +141,13 @@ def stepped(layout: Layout, software: Software, stage: int, rank: int, held: Hel
 
 @lru_cache(maxsize=8)
 def _owned_elements(layout: Layout) -> Mapping[int, int]:
-    """What the state map says each rank steps; of a large plan it takes a second."""
+    """Return what each rank steps according to the state map. For a large plan this takes a second."""
     return StateMap(layout).owned_elements
 
 
 def _stepped_apart(layout: Layout, software: Software, stage: int, apart: float) -> float:
-    """Of an embedding that both ends hold: cut over the ranks of both, or where one of them names shares over the
-    embedding's stage alone. Other frameworks step both copies."""
+    """Return how much a rank steps of an embedding that both ends hold. It is divided among the ranks of both ends, or if one
+    of them names shares, among those of the embedding's stage. Other frameworks step both copies."""
     spec = layout.stages[stage]
     shards = len(spec.replicas) * software.context_parallel
     if not software.one_tied_copy:

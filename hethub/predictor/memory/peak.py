@@ -1,10 +1,10 @@
-"""The moment of a step at which a rank holds most: full of microbatches, somewhere on the first backward's way down.
+"""Find the moment of a step at which a rank holds the most. It is full of microbatches then, somewhere in the first backward.
 
-Going down, a backward frees what layers kept, while the gradients of a layer fill beside those of the layer above,
-which are being reduced, and its weights lie beside those of the layer below, which are being fetched. Where a unit's
-parts are joined (`Shard.joined`), its gradients lie beside the parts that they leave in when they are through, with no
-other on the way. Its weights lie beside the parts that they came in, too, but before its gradients are there, which take
-as much.
+A backward goes through the layers from the last to the first and frees what they kept. At each layer, its gradients are
+being filled while those of the layer above are being reduced, and its weights are there while those of the layer below are
+being fetched. Where the parts of a unit are joined in copies (`Shard.joined`), its gradients are there a second time when
+they are complete, in the parts in which they leave, and no others are being reduced. Its weights are there a second time
+too, in the parts in which they came; but this is before its gradients are there, which take as much.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,8 @@ from hethub.spec.layout.bind import Assignment
 
 
 class Moment(NamedTuple):
-    """Bytes of activations, and elements of units at hand: of their weights and of their gradients."""
+    """What a rank holds at one moment: bytes of activations, and the elements of units that are there, of weights and of
+    gradients."""
 
     activations: float
     weights: float
@@ -28,7 +29,7 @@ class Moment(NamedTuple):
 
 
 def peak(shard: Shard, assignment: Assignment, microbatches: HeldActivations, moves: Moves) -> Moment:
-    """The moment with the most bytes; nothing counted there of what stays for good."""
+    """Return the moment with the most bytes. What always stays on the device is not counted."""
     if not any(moves):
         return Moment(microbatches.activations, 0.0, 0.0)
     weights = shard.width * moves.weights
@@ -41,7 +42,7 @@ def peak(shard: Shard, assignment: Assignment, microbatches: HeldActivations, mo
 
 
 def moments(shard: Shard, assignment: Assignment, microbatches: HeldActivations) -> Iterator[Moment]:
-    """The moments that can be a rank's peak."""
+    """Yield the moments that can be a rank's peak."""
     layout = shard.layout
     joined = shard.joined(assignment.replica)
     if layout.plan.goes_chunk_by_chunk:
@@ -57,8 +58,8 @@ def moments(shard: Shard, assignment: Assignment, microbatches: HeldActivations)
 def _layer_by_layer(
     held: StageParameters, microbatches: HeldActivations, again: bool, joined: float
 ) -> Iterator[Moment]:
-    """A microbatch on its way down; `again`: another went before it, whose last reduction (a tied embedding's, where
-    there is one) is still under way; `joined`: the part of a unit that is joined in copies."""
+    """Yield the moments of one microbatch's backward. `again` says that another one came before it, whose last reduction (that
+    of a tied embedding, if there is one) is still under way. `joined` is the part of a unit that is joined in copies."""
     units, tied, top = held.units, held.tied, len(held.units) - 1
     for layer in range(top, -1, -1):
         above = units[layer + 1] if layer < top else (tied or units[0]) * again
@@ -72,7 +73,7 @@ def _layer_by_layer(
 
 
 def _chunk_by_chunk(descents: Iterable[Descent], microbatches: HeldActivations) -> Iterator[Moment]:
-    """Chunk by chunk, all microbatches of one before the next: what those behind have kept is gone."""
+    """Yield the moments where all microbatches pass a chunk before the next one. What chunks that are done kept is freed."""
     by_chunk = microbatches.freed_by_chunk
     kept = [microbatches.activations - freed for freed in accumulate(by_chunk[:0:-1], initial=0.0)][::-1]
     for chunk, passed, gone, weights, gradients in descents:

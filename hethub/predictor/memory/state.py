@@ -1,6 +1,6 @@
-"""Bytes of weights, gradients and optimizer state on a rank: what lives there for good, and what comes and goes.
+"""The bytes of weights, gradients and optimizer state on a rank: what always stays there, and what comes and goes.
 
-A unit is what moves together where a rank does not hold all of its stage: a layer's matrices, with the embedding in the
+Where a rank does not hold all of its stage, a unit is what moves together: a layer's matrices, with the embedding in the
 first layer and the head in the last (hethub.spec.layout.state). Norms always stay.
 """
 
@@ -13,14 +13,14 @@ from hethub.spec.layout.bind import Assignment, Layout
 
 
 class Moves(NamedTuple):
-    """Whether the units' state comes and goes."""
+    """Whether units' weights, and whether their gradients, come and go."""
 
     weights: bool
     gradients: bool
 
 
 class Resident(NamedTuple):
-    """Elements and bytes of a rank's state that stay for the whole step, and what its step and reductions bring."""
+    """A rank's state that stays during the whole step, in elements and bytes, and what updates and reductions add to it."""
 
     weights: float
     gradients: float
@@ -37,7 +37,7 @@ class Resident(NamedTuple):
 
 
 def resident(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Resident:
-    """What stays on the accelerator, and all state that is offloaded to the host."""
+    """Return the state that stays on the accelerator, and all state that is offloaded to the host."""
     stage, software, width, held = shard.spec, shard.software, shard.width, shard.parameters
     level = zero_level(shard.layout, assignment.stage, software)
     owned = stepped(shard.layout, software, assignment.stage, assignment.rank, held.held, shard.whole)
@@ -75,8 +75,8 @@ def resident(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Resident:
 
 
 def _joined_bytes(shard: Shard, assignment: Assignment) -> float:
-    """Copies of gradients whose parts lie apart: all of them are there when the last reduction starts
-    (hethub.runtime.state.reduction). What comes and goes is joined unit by unit (hethub.predictor.memory.peak)."""
+    """Return the bytes of copies of gradients whose parts are not contiguous. All of them are there when the last reduction
+    starts (hethub.runtime.state.reduction). Units that come and go are joined one by one (hethub.predictor.memory.peak)."""
     if shard.spec.zero >= 2:
         return 0.0
     matrices = shard.parameters.total - shard.parameters.norms
@@ -84,12 +84,12 @@ def _joined_bytes(shard: Shard, assignment: Assignment) -> float:
 
 
 def _block_bytes(shard: Shard) -> float:
-    """Blocks of memory in which replicas exchange parts of two buckets, one read while the next is written
-    (hethub.communicator.relays.shm). Two ranks map each, so half of it counts: with equal parts, all of a bucket but the
-    rank's own.
+    """Return the bytes of the shared memory in which replicas exchange parts of two buckets, one of which is read while the next
+    is written (hethub.communicator.relays.shm). Two ranks map each block, so half of it counts. With equal parts this is
+    all of a bucket except the rank's own part.
 
-    Groups that share no state take the vendor's all-reduce, in place. A tied head's ends share theirs in any case, as one
-    bucket.
+    Groups that do not shard state use the vendor's all-reduce, in place. A tied head is always exchanged in this way, as
+    one bucket.
     """
     sharing = sum(len(shard.layout.stages[end].replicas) for end in (0, -1))
     elements, replicas = shard.parameters.held.apart * (1 - 1 / sharing), len(shard.spec.replicas)
@@ -99,16 +99,16 @@ def _block_bytes(shard: Shard) -> float:
 
 
 def zero_level(layout: Layout, stage: int, software: Software) -> int:
-    """The ZeRO level that the stage's ranks really have: 1 at most where one replica holds all."""
+    """Return the ZeRO level that the stage's ranks really have: at most 1 if there is one replica."""
     zero, replicas = layout.stages[stage].zero, len(layout.stages[stage].replicas)
     return zero if replicas * software.context_parallel > 1 else min(zero, 1)
 
 
 def master_bytes(width: int) -> int:
-    """Bytes of a parameter's wider copy that the optimizer steps; none where weights are as wide."""
+    """Return the bytes of the wider copy of a parameter that the optimizer steps, 0 if weights are as wide."""
     return gradient_bytes(width) if width < 4 else 0
 
 
 def optimizer_bytes(width: int) -> int:
-    """Bytes of optimizer state per parameter: both moments, and the master copy."""
+    """Return the bytes of optimizer state for each parameter: both moments and the master copy."""
     return master_bytes(width) + 2 * gradient_bytes(width)

@@ -1,4 +1,4 @@
-"""What a rank's process holds beside the tensors that its plan names, and what lies in host memory for it.
+"""What a rank's process holds beside the tensors of its plan, on the device and in host memory.
 
 On an accelerator: context, communicators' buffers, buffers of messages and logits, and a layer's activations on their
 way to the host. On a CPU, where the process is all there is: what importing torch takes, blocks of shared memory, and
@@ -19,18 +19,18 @@ PROCESS_BYTES = 256 << 20  # private memory of a process that has imported torch
 
 
 def framework_bytes(*, on_cpu: bool) -> int:
-    """What a rank takes before anything is built: its process on a CPU, its context on an accelerator."""
+    """Return what a rank takes before anything is built: its process on a CPU, its context on an accelerator."""
     return PROCESS_BYTES if on_cpu else CONTEXT_BYTES
 
 
 def communicator_bytes(num_ranks: int, *, on_cpu: bool) -> int:
-    """The vendor's communicators of an accelerator on an island of so many ranks. One alone has none: what it sends passes
-    host memory (`hethub/communicator/groups/operations.py`)."""
+    """Return the bytes of the vendor's communicators on an accelerator of an island of `num_ranks`. A rank that is alone has
+    none, since what it sends goes through host memory (`hethub/communicator/groups/operations.py`)."""
     return 0 if on_cpu or num_ranks == 1 else COMMUNICATOR_BYTES
 
 
 def surroundings(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> dict[str, float]:
-    """Bytes by part of what surrounds the counted tensors."""
+    """Return the bytes of each part of what surrounds the counted tensors."""
     layout, software, width = shard.layout, shard.software, shard.width
     model, samples = layout.model, layout.largest_microbatch(assignment.stage, assignment.replica)
     island = layout.cluster.islands[layout.cluster.places[assignment.rank].island]
@@ -51,8 +51,9 @@ def surroundings(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> dict[
 
 
 def _leaving_bytes(shard: Shard, assignment: Assignment) -> float:
-    """What a microbatch keeps of the layer before, on its way to the host beside that of the layer at work, while that of
-    the layer which goes backward next is fetched already. On a CPU copies are done when they begin."""
+    """Return the bytes of offloaded activations that are on the device at a time: those of the previous layer, on their way to
+    the host, beside those of the layer at work, while those of the layer that goes backward next are being fetched. On a CPU
+    copies end at once."""
     if "activations" not in shard.spec.offload:
         return 0.0
     microbatch = shard.layout.largest_microbatch(assignment.stage, assignment.replica)
@@ -60,27 +61,28 @@ def _leaving_bytes(shard: Shard, assignment: Assignment) -> float:
 
 
 def _loss_bytes(width: int) -> int:
-    """Bytes of a logit: its gradient is written over it, computed in fp32 at least."""
+    """Return the bytes of a logit. It is computed in fp32 at least, and its gradient is written over it."""
     return width if width >= 4 else width + 4
 
 
 def _temporaries(shard: Shard, tokens: float) -> float:
-    """A layer's intermediate results in backward: six of SwiGLU's width, of which three are its gradients, and four of the
-    hidden state's. What the library of products keeps for itself stays."""
+    """Return the bytes of a layer's intermediate results in the backward: six of SwiGLU's width, three of which are gradients,
+    and four of the hidden state's width. What the library of matrix products keeps for itself is added."""
     return PACKED_BYTES + tokens * shard.width * (6 * shard.widths.ffn + 4 * shard.layout.model.hidden)
 
 
 def checkpoint_bytes(shard: Shard, owned: float) -> float:
-    """The copy that a checkpoint is written from: weight and moments, in fp32 at least, of all that a rank saves. Ranks
-    that step the same save equal parts of it; what both ends of a tied head share is cut over them in any case."""
+    """Return the bytes of the copy from which a checkpoint is written: weight and moments of what a rank saves, in fp32 at
+    least. Ranks that step the same parameters save equal parts of them. What both ends of a tied head share is always
+    divided among them."""
     replicas, own = len(shard.spec.replicas), shard.parameters.held.own
     saved = owned if shard.spec.zero else owned - own + own / replicas
     return 3 * gradient_bytes(shard.width) * saved
 
 
 def pinned(shard: Shard, assignment: Assignment, owned: float, host: dict[str, float]) -> dict[str, float]:
-    """What the host's parts take where they are pinned: torch rounds every buffer up to a power of two. Parts are rounded
-    as their largest buffers are; a checkpoint's copy lies in pieces that are powers of two."""
+    """Return what the parts in host memory take if they are pinned. Torch rounds each buffer up to a power of two. All of a part
+    is rounded as its largest buffers are. A checkpoint's copy is in pieces that are powers of two."""
     layout, units = shard.layout, shard.parameters.units
     tokens = layout.largest_microbatch(assignment.stage, assignment.replica) * layout.plan.seq_len
     sizes = {
@@ -93,5 +95,5 @@ def pinned(shard: Shard, assignment: Assignment, owned: float, host: dict[str, f
 
 
 def _rounding(num_bytes: float) -> float:
-    """By how much a buffer of that size grows."""
+    """Return the factor by which a buffer of this size grows."""
     return (1 << (int(num_bytes) - 1).bit_length()) / int(num_bytes) if num_bytes > 1 else 1.0
